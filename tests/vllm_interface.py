@@ -57,7 +57,7 @@ UNTYPED = {
     ),
     "vllm.model_executor.models.llama:LlamaForCausalLM": (
         "forward(input_ids=0, positions=0, inputs_embeds=0)",
-        *("embed_input_ids(ids)", "compute_logits(hidden)", "packed_modules_mapping"),
+        *("embed_input_ids(ids)", "compute_logits(hidden)"),
     ),
     "vllm.v1.core.sched.output:NewRequestData": ("req_id", "num_computed_tokens"),
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": ("kv_cache_spec", "layer_names"),

@@ -13,7 +13,7 @@ from vllm_kit import BLOCK, BLOCKS, Layer, Request, Setting, connect, writing
 
 from kvrag import KVRagEngine, StoreConfig
 from kvrag.adapters import Blending
-from kvrag.errors import UnsupportedModelError
+from kvrag.errors import UnsupportedModelError, is_out_of_memory
 from kvrag.testing.models import save_tiny_model, tiny_model
 
 MODES = "auto", "prefix", "stitch"
@@ -140,6 +140,18 @@ def test_a_model_that_cannot_be_taken_runs_without_reuse(
     assert own.get_num_new_matched_tokens(request, 0) == (0, False)
     said = finish_at_once(own, request)
     assert (said["exactness"], said["fallback_reason"]) == ("full", hello.about.refusal)
+
+
+def test_what_vllms_model_cannot_compute_for_us_is_told(connector):
+    """A batch beyond its scratch memories is halved as for lack of memory; rounding is refused."""
+    own = importlib.import_module("vllm_kvrag.own")
+    small = SimpleNamespace(_most=4)
+    with pytest.raises(torch.OutOfMemoryError) as found:
+        own.VllmLM.compute(small, torch.zeros(2, 3), None, 0)
+    assert is_out_of_memory(found.value)
+    place = own.StandIn(SimpleNamespace(), 0, None)
+    with pytest.raises(UnsupportedModelError, match="rounds its output"):
+        place.forward(None, torch.zeros(1), output=torch.zeros(1), output_scale=torch.ones(1))
 
 
 def test_nothing_is_loaded_where_stored_kv_is_not_what_vllm_computes(
