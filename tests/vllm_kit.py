@@ -121,7 +121,9 @@ MODULES: dict[str, dict[str, Any]] = {
         "DefaultModelLoader": type("DefaultModelLoader", (), {}),
         "register_model_loader": None,
     },
-    "vllm.forward_context": {"get_forward_context": None, "set_forward_context": None},
+    "vllm.forward_context": dict.fromkeys(
+        ("get_forward_context", "override_forward_context", "set_forward_context")
+    ),
     "vllm.v1.attention.backend": {"CommonAttentionMetadata": None},
     "vllm.v1.kv_cache_interface": {"FullAttentionSpec": type("FullAttentionSpec", (), {})},
 }

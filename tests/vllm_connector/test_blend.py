@@ -8,6 +8,8 @@ import importlib
 import inspect
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -36,6 +38,8 @@ from kvrag.adapters import Blending, ModelFacts
 from kvrag.blend.cost import Costs
 from kvrag.errors import ConfigError
 from kvrag.identity.fingerprint import context_digest, ids_digest
+from kvrag.model.forward import Forward
+from kvrag.model.lock import ModelLock
 
 CHUNKS = [text.partition(": ")[2] for text in make_chunks(4, words=60)]
 FREE = Costs(((0.0,), (0.0,)), 1.0, 0.0, {}, "tokens")
@@ -348,7 +352,7 @@ def test_no_request_finds_anothers_approximate_rows(connector, setting, seed):
 def blender(connector, setting):
     blending = importlib.import_module("vllm_kvrag.blending")
     layers = [Layer(2, 16) for _ in range(setting.engine.loaded.reusable.depth)]
-    made = blending.Blender(Blending(setting.engine), writing(layers), BLOCK)
+    made = blending.Blender(Blending(setting.engine), writing(layers), nullcontext, BLOCK)
     made.layers = layers
     assert setting.engine.loaded.reusable.records is False, "the device's memory is vLLM's"
     yield made
@@ -367,6 +371,13 @@ def job_of(
     return job
 
 
+def prefilled(blender: Any, setting: Setting, ids: list[int], **asked: Any) -> Any:
+    """What kvrag's engine computes; the model is the worker's, but while it rests."""
+    found = []
+    blender._turn.rest(lambda: found.append(setting.engine.prefill(ids, mode="stitch", **asked)))
+    return found[0]
+
+
 def ended(blender: Any) -> tuple[Any, Any]:
     """The next job that ends in steps without a forward."""
     for _ in range(1000):
@@ -374,7 +385,6 @@ def ended(blender: Any) -> tuple[Any, Any]:
         if left:
             return left.pop(0)
         blender.rest(0.05)
-        blender.blend()
         left += blender.ended()
     raise AssertionError("no job ends")
 
@@ -386,7 +396,7 @@ def test_blended_rows_land_in_the_requests_blocks_alone(connector, setting, blen
     blender.submit(job)
     _, said = ended(blender)
     assert (said["holes"], said["sources"][-1][0]) == ([], "computed")
-    own = setting.engine.prefill(ids, mode="stitch", repair={"recompute_ratio": 1.0})
+    own = prefilled(blender, setting, ids, repair={"recompute_ratio": 1.0})
     assert said["repaired_tokens"] == own.repaired_tokens
     with torch.no_grad():
         expected = setting.engine.loaded.lm.model(
@@ -419,8 +429,7 @@ def test_a_job_that_fails_ends(connector, setting, blender, monkeypatch):
     assert not blender._running
 
 
-def test_a_step_blends_a_prompt_whose_chunks_are_read(connector, setting, blender, monkeypatch):
-    """Steps go on while a thread reads, and one that has prompts to blend takes one of them."""
+def test_steps_go_on_while_a_thread_reads(connector, setting, blender, monkeypatch):
     ids, blocks = prompt_of(setting, 2, 0), list(range(30))
     jobs = [job_of(connector, setting, ids, blocks, i, mode="stitch") for i in range(2)]
     goes_on = threading.Event()
@@ -436,29 +445,102 @@ def test_a_step_blends_a_prompt_whose_chunks_are_read(connector, setting, blende
     start = time.monotonic()
     for _ in range(3):  # steps with a forward
         blender.rest(0.0)
-        blender.blend()
     assert blender.ended() == []
     assert time.monotonic() - start < 10
     goes_on.set()
-    while blender._read.qsize() < 2:
-        time.sleep(0.01)
-    blender.blend()
-    assert [job for job, _ in blender.ended()] == jobs[:1]
     start = time.monotonic()
-    for _ in range(2):
-        blender._came.clear()
-        blender.rest(30.0)  # there is a prompt to blend
-    assert time.monotonic() - start < 10
-    blender.blend()
-    assert [job for job, _ in blender.ended()] == jobs[1:]
+    found = []
+    while len(found) < 2:
+        blender.rest(30.0)  # ends when a job does
+        found += blender.ended()
+    assert time.monotonic() - start < 20
+    assert [job for job, _ in found] == jobs
+
+
+def test_steps_run_at_a_forwards_pauses(connector, setting, blender, monkeypatch):
+    """A forward is cut between its layers: rows come out as without the steps in between."""
+    monkeypatch.setattr("kvrag.model.lock.SLICE_S", 0.0)
+    ids, blocks = prompt_of(setting, 2, 0), list(range(30))
+    job = job_of(connector, setting, ids, blocks, mode="stitch")
+    lock = blender._blending.lm.lock
+    layers = []
+    update = Forward.update
+
+    def seen(self: Any, keys: Any, values: Any, layer: int, *more: Any, **others: Any) -> Any:
+        assert not lock.is_stepping
+        layers.append(layer)
+        return update(self, keys, values, layer, *more, **others)
+
+    monkeypatch.setattr(Forward, "update", seen)
+    blender.submit(job)
+    between = set()
+    found = []
+    for _ in range(10000):
+        blender.rest(0.0)
+        before = len(layers)
+        assert lock.is_stepping
+        time.sleep(0.002)  # the step: nobody else computes
+        assert len(layers) == before
+        if layers:
+            between.add((len(layers), layers[-1]))
+        found += blender.ended()
+        if found:
+            break
+    ((_, said),) = found
+    assert any(layer < max(layers) for _, layer in between), "no forward was cut"
+    cut = [layer.kv_cache.clone() for layer in blender.layers]
+    for layer in blender.layers:
+        layer.kv_cache.zero_()
+    monkeypatch.undo()
+    blender.submit(job)
+    _, whole = ended(blender)
+    assert (said["exactness"], said["sources"]) == ("repaired", whole["sources"])
+    for layer, found in zip(blender.layers, cut, strict=True):
+        assert torch.equal(layer.kv_cache, found)
+
+
+def test_what_a_step_looks_up_is_its_own(connector, setting, monkeypatch):
+    """Each side leaves the context of its forward to itself while the other computes."""
+    blending = importlib.import_module("vllm_kvrag.blending")
+    current = ["worker's"]
+
+    @contextmanager
+    def aside() -> Iterator[None]:
+        own = current[0]
+        current[0] = None
+        yield
+        current[0] = own
+
+    lock = ModelLock()
+    turn = blending.Turn(lock, aside)
+    seen = []
+
+    def forward() -> None:
+        with lock:
+            own = f"forward's {threading.get_ident()}"
+            current[0] = own
+            for _ in range(20):
+                lock._due = 0.0
+                lock.give_way()
+                seen.append(current[0] == own)
+            current[0] = "left behind"
+
+    thread = threading.Thread(target=forward)
+    thread.start()
+    while thread.is_alive():
+        turn.rest(lambda: time.sleep(0.001))
+        assert current == ["worker's"]
+    assert seen == [True] * 20
+    turn.end()
+    turn.thread.join(30)
+    assert not turn.thread.is_alive()
 
 
 def test_other_threads_run_the_model_only_while_the_worker_rests(connector, setting, blender):
     blending = importlib.import_module("vllm_kvrag.blending")
     blender.submit(blending.Job("r", precompute={"texts": [CHUNKS[0] + " More."]}))
     time.sleep(0.5)
-    blender.blend()
-    assert blender.ended() == []  # it waits for the model, which the worker holds
+    assert blender.ended() == []  # it waits for the model, which the worker has
     assert ended(blender)[1]["precompute"]["stored"] == 1
 
 
@@ -483,7 +565,7 @@ def test_loaded_chunks_live_until_the_device_has_read_them(
     device.late = driver
     blender._blending._fingerprint = engine.loaded.fingerprint  # of the weights that were moved
     with torch.inference_mode(), device:
-        said = blender._blend(blender._blending.read(job.plan), job)
+        said = blender._blend(job, blender._blending.read(job.plan))
         gc.collect()
         assert (said["exactness"], said["cached_tokens"]) == ("exact", job.stop)
         assert device.copies
@@ -517,7 +599,7 @@ def test_jobs_of_ended_requests_are_left_out(connector, setting, blender):
 
 def test_nothing_begins_after_the_end(connector, setting, monkeypatch):
     blending = importlib.import_module("vllm_kvrag.blending")
-    blender = blending.Blender(Blending(setting.engine), writing([]), BLOCK)
+    blender = blending.Blender(Blending(setting.engine), writing([]), nullcontext, BLOCK)
     begun, goes_on = threading.Event(), threading.Event()
     computed = []
 
@@ -532,9 +614,6 @@ def test_nothing_begins_after_the_end(connector, setting, monkeypatch):
         blender.submit(blending.Job(f"r{number}", precompute={"texts": ["a"]}))
     assert begun.wait(30)
     closing = threading.Thread(target=blender.close)
-    blender._lock.release()  # a lock is given back by the thread that took it
-    monkeypatch.setattr(blender, "_lock", threading.Lock())
-    blender._lock.acquire()
     closing.start()
     while not blender._is_closing:
         time.sleep(0.01)
@@ -546,11 +625,18 @@ def test_nothing_begins_after_the_end(connector, setting, monkeypatch):
 
 
 def test_a_slow_store_holds_no_step(connector, setting, blender, monkeypatch):
-    """What was read is handed to the worker, which never reads."""
+    """What was read is handed to the thread that blends, which never reads."""
     ids, blocks = prompt_of(setting, 2, 0), list(range(30))
+    read, is_read = Blending.read, threading.Event()
+
+    def reads(*args: Any) -> Any:
+        found = read(*args)
+        is_read.set()
+        return found
+
+    monkeypatch.setattr(Blending, "read", reads)
     blender.submit(job_of(connector, setting, ids, blocks, mode="stitch"))
-    while not blender._read.qsize():
-        time.sleep(0.01)
+    assert is_read.wait(30)
     monkeypatch.setattr(setting.engine.store, "get_many", lambda *_, **__: time.sleep(60))
     for tier in setting.engine.store.tiers:
         tier.release()

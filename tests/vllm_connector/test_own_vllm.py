@@ -105,7 +105,7 @@ def test_prompts_are_blended_beside_others(vllm_of):  # noqa: F811
     (one,) = vllm.ask((ids, "stitch"), num=1)
     assert vllm.said(one)["exactness"] == "repaired"
     vllm.llm.reset_prefix_cache()
-    blender_of(vllm)._blend = lambda *_: 1 / 0
+    blender_of(vllm)._blending.repair = lambda *_: 1 / 0
     (failed,) = vllm.ask((ids, "stitch"))
     assert vllm.said(failed)["exactness"] == "full"
     (alone,) = vllm.ask((ids, "full"))

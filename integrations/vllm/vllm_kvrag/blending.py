@@ -1,7 +1,8 @@
 """Blending for vLLM's worker: prompts are stitched and repaired in turn with its own steps.
 
-A thread reads the chunks of prompts. Then vLLM's model computes rows in the worker's thread, which
-writes them to vLLM's cache with the function that the attention itself uses.
+A thread reads the chunks of prompts, and another blends them: vLLM's model computes rows, which are
+written to vLLM's cache with the function that the attention itself uses. A forward pauses between
+its layers for the worker's steps, so these wait for a slice of it (:mod:`kvrag.model.lock`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -60,26 +61,80 @@ Said = dict[str, Any]
 """What a request's response says about its KV."""
 
 
-class Blender:
-    """Blends prompts into vLLM's cache; a thread reads their chunks, and another precomputes.
+class Turn:
+    """Turn of the worker's steps at the model, which is theirs from the start, but while it rests.
 
-    The thread that makes it, the worker's, holds the model's lock, but while it rests. ``write``
-    takes keys and values, ``(T, H, D)``, of slots of vLLM's cache, after the layer's index.
+    To the model's lock it is a step of a request that decodes, asked for by a thread of its own: a
+    forward that holds the lock lets it through at a pause. ``aside`` leaves the context of a
+    forward for a while, which is global to the process.
     """
 
-    def __init__(self, blending: Blending, write: Callable[..., None], block_size: int) -> None:
+    def __init__(self, lock: Any, aside: Callable[[], AbstractContextManager[None]]) -> None:
+        self._lock = lock
+        self._aside = aside
+        self._wanted = queue.SimpleQueue[bool]()
+        self._taken = threading.Semaphore(0)
+        self._left = threading.Semaphore(0)
+        self.thread = threading.Thread(target=self._run, name="kvrag_turn", daemon=True)
+        self.thread.start()
+        with aside():
+            self._take()
+
+    def rest(self, wait: Callable[[], object]) -> None:
+        """Leave the model to others while ``wait`` runs, and until it is the worker's again."""
+        with self._aside():
+            self._left.release()
+            try:
+                wait()
+            finally:
+                self._take()
+
+    def end(self) -> None:
+        """Leave the model for good."""
+        self._wanted.put(False)
+        self._left.release()
+
+    def _take(self) -> None:
+        self._wanted.put(True)
+        self._taken.acquire()
+
+    def _run(self) -> None:
+        while self._wanted.get():
+            self._lock.step(None, self._give, limit=1)
+
+    def _give(self, _: object) -> list[None]:
+        """Let the worker compute; the forward of this thread, if there is one, pauses meanwhile."""
+        with self._aside():
+            self._taken.release()
+            self._left.acquire()
+        return [None]
+
+
+class Blender:
+    """Blends prompts into vLLM's cache; threads read their chunks, blend, and precompute.
+
+    The thread that makes it, the worker's, has its :class:`Turn` at the model, but while it rests.
+    ``write`` takes keys and values, ``(T, H, D)``, of slots of vLLM's cache, after the layer's
+    index; ``aside`` is as for the turn.
+    """
+
+    def __init__(
+        self,
+        blending: Blending,
+        write: Callable[..., None],
+        aside: Callable[[], AbstractContextManager[None]],
+        block_size: int,
+    ) -> None:
         self.engine = blending.engine
         self._blending = blending
         self._write_slots = write
         self._block_size = block_size
-        self._lock = blending.lm.lock
         self._running = set[str]()
         self._abandoned = set[str]()
         self._is_closing = False
         self._came = threading.Event()
-        self._read = queue.SimpleQueue[tuple[Job, Any]]()
         self._done = queue.SimpleQueue[tuple[Job, Said | None]]()
-        self._queues = [queue.SimpleQueue[Job | None]() for _ in range(2)]
+        self._queues = [queue.SimpleQueue[tuple[Any, ...]]() for _ in range(3)]
         cores = _cores()
         device = blending.lm.device
         # The worker's stream, too: what it computes for both is in order.
@@ -91,35 +146,27 @@ class Blender:
                 name=f"kvrag{work.__name__}",
                 daemon=True,
             )
-            for jobs, work in zip(self._queues, (self._read_ahead, self._precompute), strict=True)
+            for jobs, work in zip(
+                self._queues, (self._read, self._blend, self._precompute), strict=True
+            )
         ]
         for thread in self._threads:
             thread.start()
-        self._lock.acquire()
+        self._turn = Turn(blending.lm.lock, aside)
 
     def submit(self, job: Job) -> None:
         """Queue a job."""
         self._running.add(job.request_id)
-        self._queues[job.precompute is not None].put(job)
+        to_read, _, to_precompute = self._queues
+        (to_read if job.precompute is None else to_precompute).put((job,))
 
     def rest(self, wait_s: float) -> None:
-        """Let the other threads use the model.
+        """Let the other threads use the model; with jobs, for ``wait_s`` seconds, or until one ends."""
+        self._turn.rest(partial(self._await, wait_s if self._running else 0.0))
 
-        With jobs, and no prompt to blend, wait at most ``wait_s`` seconds for news of them.
-        """
-        self._lock.release()
-        try:
-            if wait_s and self._running and self._read.empty():
-                self._came.wait(wait_s)
-            self._came.clear()
-        finally:
-            self._lock.acquire()
-
-    def blend(self) -> None:
-        """Blend the first prompt whose chunks are read, if there is one."""
-        with suppress(queue.Empty):
-            job, chunks = self._read.get_nowait()
-            self._do(job, partial(self._blend, chunks))
+    def _await(self, wait_s: float) -> None:
+        self._came.wait(wait_s)
+        self._came.clear()
 
     def ended(self) -> list[tuple[Job, Said | None]]:
         """Return the jobs that have ended, with what to say; ``None`` if a job failed."""
@@ -142,44 +189,44 @@ class Blender:
         Jobs that wait fail.
         """
         self._is_closing = True
-        self._lock.release()
+        self._turn.end()
         for jobs in self._queues:
-            jobs.put(None)
-        for thread in self._threads:
+            jobs.put(())
+        for thread in [*self._threads, self._turn.thread]:
             thread.join(CLOSE_WAIT_S)
 
     def _run(
         self,
-        jobs: queue.SimpleQueue[Job | None],
-        work: Callable[[Job], Said | None],
+        jobs: queue.SimpleQueue[tuple[Any, ...]],
+        work: Callable[..., Said | None],
         cores: set[int],
         num_threads: int,
         stream: torch.cuda.Stream | None,
     ) -> None:
         """Work until there is no job any more."""
         _use_cores(cores, num_threads)
-        while (job := jobs.get()) is not None:
+        while given := jobs.get():
             with torch.cuda.stream(stream) if stream else nullcontext():
-                self._do(job, work)
-            self._came.set()
+                self._do(work, *given)
 
-    def _do(self, job: Job, work: Callable[[Job], Said | None]) -> None:
+    def _do(self, work: Callable[..., Said | None], job: Job, *given: object) -> None:
         """Work on a job; it has ended if that says something, or fails."""
         said = None
         try:
             is_needed = not self._is_closing and job.request_id not in self._abandoned
-            if is_needed and (said := work(job)) is None:
+            if is_needed and (said := work(job, *given)) is None:
                 return  # it has only been read
         except Exception as error:  # a failure costs time, never the answer
             words = "a prompt could not be blended (%s: %.200s); vLLM computes it"
             logger.warning(words, type(error).__name__, error)
         self._done.put((job, said))
+        self._came.set()
 
-    def _read_ahead(self, job: Job) -> None:
-        self._read.put((job, self._blending.read(job.plan)))
+    def _read(self, job: Job) -> None:
+        self._queues[1].put((job, self._blending.read(job.plan)))
 
     @torch.inference_mode()
-    def _blend(self, chunks: Any, job: Job) -> Said:
+    def _blend(self, job: Job, chunks: Any) -> Said:
         write = partial(self._write, job)
         if job.repair is None:
             return self._blending.load(job.plan, job.stop, write, chunks)

@@ -8,14 +8,18 @@ quantised weights, experts and kernels are vLLM's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
 from vllm.config import set_current_vllm_config
-from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.forward_context import (
+    get_forward_context,
+    override_forward_context,
+    set_forward_context,
+)
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -30,8 +34,8 @@ if TYPE_CHECKING:
 class VllmLM(EngineLM):
     """vLLM's model, which computes rows for kvrag.
 
-    No other thread may run it meanwhile: the forward's context is global to the process, and so
-    are the kernels' scratch memories.
+    No other thread may run it meanwhile, but at a pause: the forward's context is global to the
+    process, and so are the kernels' scratch memories.
     """
 
     def __init__(self, vllm_config: VllmConfig, held: Any) -> None:
@@ -120,6 +124,11 @@ class VllmLM(EngineLM):
             context = get_forward_context()
             context.no_compile_layers = {**context.no_compile_layers, **places}
             yield
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Leave the context of a forward for a while, so that another may run."""
+        aside: AbstractContextManager[None] = override_forward_context(None)
+        return aside
 
     def tables(self) -> Iterator[tuple[str, Any, bool]]:
         """Yield the tables of rotary modules, vLLM's, and transformers' where vLLM runs these."""

@@ -63,7 +63,7 @@ class WorkerSide:
             raise UnsupportedModelError(
                 f"{reason}; precompute into another kv_dir, by vLLM's worker"
             )
-        self._blender = Blender(blending, lm.write, lm.block_size)
+        self._blender = Blender(blending, lm.write, lm.aside, lm.block_size)
         return facts
 
     def _engine_of(self, lm: VllmLM) -> KVRagEngine:
@@ -92,7 +92,7 @@ class WorkerSide:
         return engine
 
     def load(self, jobs: Jobs, *, is_idle: bool) -> None:
-        """Begin the jobs of this step, and blend a prompt whose chunks are read.
+        """Begin the jobs of this step, and let those before it go on for a while.
 
         The step has no forward if ``is_idle``.
         """
@@ -101,7 +101,6 @@ class WorkerSide:
         for job in jobs.jobs:
             self._blender.submit(job)
         self._blender.rest(IDLE_WAIT_S if is_idle else 0.0)
-        self._blender.blend()
 
     def ended(self, finished: set[str]) -> set[str]:
         """Return the requests whose jobs have ended; those of finished requests are left out."""
