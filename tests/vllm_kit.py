@@ -121,6 +121,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "DefaultModelLoader": type("DefaultModelLoader", (), {}),
         "register_model_loader": None,
     },
+    "vllm.distributed": {"get_tp_group": None},
     "vllm.forward_context": {"get_forward_context": None, "set_forward_context": None},
     "vllm.v1.attention.backend": {"CommonAttentionMetadata": None},
     "vllm.v1.kv_cache_interface": {"FullAttentionSpec": type("FullAttentionSpec", (), {})},
@@ -163,6 +164,8 @@ def config_of(setting: Setting, **changes) -> SimpleNamespace:
         {
             "cache_dtype": "auto",
             "world_size": 1,
+            "tensor_parallel_size": 1,
+            "decode_context_parallel_size": 1,
             "data_parallel_size": 1,
             "is_moe_model": True,
             "speculative_config": None,

@@ -102,6 +102,11 @@ class Blender:
         self._running.add(job.request_id)
         self._queues[job.precompute is not None].put(job)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are jobs that have not ended."""
+        return bool(self._running)
+
     def rest(self, wait_s: float) -> None:
         """Let the other threads use the model.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvrag import KVRagEngine, KVRagError, RepairConfig, StoreConfig, UnsupportedModelError
@@ -10,8 +11,9 @@ from kvrag.config import as_config
 from vllm_kvrag.blending import Blender, Said
 from vllm_kvrag.loader import LOAD_FORMAT, model_of
 from vllm_kvrag.messages import Ended, Hello, Jobs
-from vllm_kvrag.own import VllmLM
+from vllm_kvrag.own import Share, VllmLM
 from vllm_kvrag.proof import why_different
+from vllm_kvrag.ranks import Ranks, SplitShare
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,39 +34,55 @@ class WorkerSide:
         self._config = vllm_config
         self._cache = kv_cache_config
         self._blender: Blender | None = None
+        self._ranks: Ranks | None = None
         self._ended = dict[str, Said | None]()
         self._failed = set[int]()
         self._store_config = config
         self._repair = as_config(RepairConfig, option("repair", None), option="repair")
 
-    def handshake(self) -> Hello:
-        """Describe the model; from now on its prompts are blended."""
-        try:
-            return Hello(self._opened())
-        except KVRagError as error:
-            reason = str(error)
-        except Exception as error:  # vLLM answers without the store
-            reason = f"its model can't be opened ({type(error).__name__}: {error})"
-        return Hello(ModelFacts(refusal=reason))
+    def handshake(self) -> Hello | None:
+        """Describe the model; from now on its prompts are blended.
 
-    def _opened(self) -> ModelFacts:
-        """Open the engine and start its threads; raise ``UnsupportedModelError`` if it can't."""
+        Of the ranks that share the model, the first alone describes it.
+        """
+        reason = _why_not(self._take)
+        if self._ranks is not None:
+            reason = self._ranks.first(reason)
+            if reason is None and not self._ranks.leads:
+                self._share.obey()
+                return None
+        if reason is None:
+            reason = _why_not(self._open)
+            if self._ranks is not None:
+                self._ranks.let_step(is_busy=False)
+        return Hello(self._facts if reason is None else ModelFacts(refusal=reason))
+
+    def _take(self) -> None:
+        """Take this rank's share of the model."""
+        if self._config.parallel_config.tensor_parallel_size > 1:
+            self._ranks = Ranks(self._config)
         held = model_of(self._config)
         if held is None:
             raise UnsupportedModelError(
                 f"vLLM's model is not known; start vLLM with --load-format {LOAD_FORMAT}"
             )
-        lm = VllmLM(self._config, held)
+        if self._ranks is None:
+            self._share = Share(self._config, held)
+        else:
+            self._share = SplitShare(self._config, held, self._ranks)
+
+    def _open(self) -> None:
+        """Open the engine and start its threads; raise ``UnsupportedModelError`` if it can't."""
+        lm = VllmLM(self._share)
         engine = self._engine_of(lm)
         blending = Blending(engine)
-        facts = blending.facts(why_different(lm, self._cache, blending))
+        self._facts = blending.facts(why_different(lm, self._cache, blending))
         reason = blending.stored_difference()
         if reason is not None:
             raise UnsupportedModelError(
                 f"{reason}; precompute into another kv_dir, by vLLM's worker"
             )
-        self._blender = Blender(blending, lm.write, lm.block_size)
-        return facts
+        self._blender = Blender(blending, lm.write, self._share.block_size)
 
     def _engine_of(self, lm: VllmLM) -> KVRagEngine:
         """Return an engine on vLLM's model."""
@@ -96,6 +114,20 @@ class WorkerSide:
 
         The step has no forward if ``is_idle``.
         """
+        ranks = self._ranks
+        if ranks is None:
+            self._advance(jobs, is_idle)
+        elif not (jobs.jobs or ranks.is_busy):
+            return
+        elif not ranks.leads:
+            self._share.obey()
+        else:
+            try:
+                self._advance(jobs, is_idle)
+            finally:
+                ranks.let_step(is_busy=self._blender is not None and self._blender.is_busy)
+
+    def _advance(self, jobs: Jobs, is_idle: bool) -> None:
         if self._blender is None:  # it has described no model, so there are no jobs
             return
         for job in jobs.jobs:
@@ -129,6 +161,19 @@ class WorkerSide:
 
     def close(self) -> None:
         """End the worker's threads, and close its engine."""
+        if self._ranks is not None:  # the others hear no orders any more
+            self._ranks.are_together = False
         if self._blender is not None:
             self._blender.close()
             self._blender.engine.close()
+
+
+def _why_not(work: Callable[[], None]) -> str | None:
+    """Work; return why it can't be done: vLLM then answers without the store."""
+    try:
+        work()
+    except KVRagError as error:
+        return str(error)
+    except Exception as error:
+        return f"its model can't be opened ({type(error).__name__}: {error})"
+    return None
