@@ -70,6 +70,13 @@ class Ranks:
         self.is_busy = is_busy
         self.order("step", is_busy)
 
+    def is_over(self, fails: bool) -> bool:
+        """Whether the forward ends here, because rank 0 ends it early, or fails."""
+        over = torch.tensor([fails])
+        dist.broadcast(over, self._group.first_rank, group=self._group.cpu_group)
+        self.are_together = bool(over)
+        return self.are_together
+
     def first(self, reason: str | None) -> str | None:
         """Return the first reason that a rank has."""
         reasons: list[str | None] = [None] * self.count
@@ -117,8 +124,7 @@ class SharedRows:
                 attended = self._rows.attend(layer, queries, scores)
             except BaseException as failure:
                 error = failure
-        if ranks.told(error is not None):
-            ranks.are_together = True
+        if ranks.is_over(error is not None):
             raise error or OverError
         return ranks.scatter(query.new_empty(*query.shape[:2], self._width), attended)
 
@@ -142,8 +148,9 @@ class SplitShare(Share):
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: Any) -> None:
         """Write rows of all heads, each rank its own."""
+        wholes = [each.repeat_interleave(self._ranks.replicas, dim=1) for each in (keys, values)]
         with self._ranks.ordered("write", layer, slots.cpu()):
-            self._write(layer, slots, (keys, values))
+            self._write(layer, slots, wholes)
 
     def logits_of_step(self, cache: KVCacheConfig, ids: torch.Tensor) -> torch.Tensor:
         """Return the logits of vLLM's own step for a prompt."""
