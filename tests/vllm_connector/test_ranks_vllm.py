@@ -86,7 +86,7 @@ def test_ranks_with_the_same_key_heads_store_and_blend_chunks(split_vllm_of, tmp
     vllm = split_vllm_of("llama", model=str(tmp_path / "one"), context=None)
     ids = vllm.prompt(2, 0, 3)
     asked = {"precompute": {"texts": CHUNKS, "ids": IDS}}
-    report, other = vllm.ask(([5, 6], "auto", asked), (ids, "full"))
+    (report, _) = vllm.ask(([5, 6], "auto", asked), (ids, "full"))
     assert vllm.said(report)["precompute"]["stored"] == len(CHUNKS)
     vllm.llm.reset_prefix_cache()
     (blended,) = vllm.ask((ids, "stitch"))

@@ -28,29 +28,41 @@ if TYPE_CHECKING:
 
 
 class VllmLM(EngineLM):
-    """vLLM's model, which computes rows for kvrag, all heads of them."""
+    """vLLM's model, which computes rows for kvrag.
 
-    def __init__(self, share: Share) -> None:
-        self.share = share
-        vllm_config = share.vllm_config
+    No other thread may run it meanwhile: the forward's context is global to the process, and so
+    are the kernels' scratch memories.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, held: Any) -> None:
+        self._held = held
+        self.block_size = vllm_config.cache_config.block_size
+        self.is_quantised = vllm_config.model_config.quantization is not None
+        self._vllm_config = vllm_config
+        self._named = attention_layers(vllm_config)
+        # Compiled code ends with the sizes of vLLM's own steps.
+        self._most = vllm_config.scheduler_config.max_num_batched_tokens
         config = vllm_config.model_config
-        self.is_quantised = config.quantization is not None
         compiles = vllm_config.compilation_config.mode
+        # As many devices have key heads of their own; the others have the same ones again.
+        devices = vllm_config.parallel_config.tensor_parallel_size
+        splits = min(devices, config.get_total_num_kv_heads())
+        self.replicas = devices // splits
         super().__init__(
             config.hf_text_config,
-            f"vllm {vllm.__version__}, {compiles}{share.split}",
+            f"vllm {vllm.__version__}, {compiles}, {devices}",
             config.dtype,
-            share.device,
+            vllm_config.device_config.device,
             [
-                (share.num_heads(each), each.head_size, each.head_size_v, each.sliding_window)
-                for each in share.layers.values()
+                (splits * each.num_kv_heads, each.head_size, each.head_size_v, each.sliding_window)
+                for each in self._named.values()
             ],
             config.max_model_len,
         )
 
     def load(self, source: ModelSource) -> object:
         """Identify the model as a source's; engines use it while the result is in use."""
-        config = self.share.vllm_config.model_config
+        config = self._vllm_config.model_config
         if config.hf_overrides or config.hf_config_path:
             raise UnsupportedModelError(
                 "its config is not that of its files (--hf-overrides, --hf-config-path)"
@@ -61,85 +73,41 @@ class VllmLM(EngineLM):
             and getattr(config, "quantization_config", None) is None
         )
         # Where vLLM runs a model of transformers, it has changed the class.
-        with set_current_vllm_config(self.share.vllm_config):
-            return load_made(source, self, self.share.held, is_stored=is_stored)
+        with set_current_vllm_config(self._vllm_config):
+            return load_made(source, self, self._held, is_stored=is_stored)
 
     def compute(self, ids: torch.Tensor, rows: Any, logits: int) -> torch.Tensor:
         """Compute rows of token ids ``(B, R)``; stand-ins attend over ``rows``."""
-        if ids.numel() > self.share.most and len(ids) > 1:
-            # Of experts, scratch memories are no larger; and a step shouldn't wait for more.
-            raise torch.OutOfMemoryError("a batch of more rows than a step of vLLM's")
-        found = self.share.compute(ids, rows, logits)
-        return found.view(len(ids), -1, found.shape[-1])[..., : self.vocab_size]
-
-    def write(self, layer: int, *rows: Any) -> None:
-        """Write keys and values of rows to slots of vLLM's cache."""
-        with self.lock:
-            self.share.write(layer, *rows)
-
-    def tables(self) -> Iterator[tuple[str, Any, bool]]:
-        """Yield the tables of rotary modules, vLLM's, and transformers' where vLLM runs these."""
-        for module in self.share.held.modules():
-            name = type(module).__name__
-            if hasattr(module, "cos_sin_cache"):
-                yield name, partial(_cached, module.cos_sin_cache), not module.is_neox_style
-            elif name.endswith("RotaryEmbedding") and hasattr(module, "inv_freq"):
-                scale = getattr(module, "attention_scaling", 1.0)
-                for is_neighbours in (False, True):
-                    yield name, partial(_computed, module.inv_freq, scale), is_neighbours
-
-
-class Share:
-    """vLLM's model, or this rank's share of it, and its part of vLLM's cache.
-
-    No other thread may run it meanwhile: the forward's context is global to the process, and so
-    are the kernels' scratch memories.
-    """
-
-    split = ""
-    """How the model is split, as costs are kept by it."""
-
-    def __init__(self, vllm_config: VllmConfig, held: Any) -> None:
-        self.held = held
-        self.vllm_config = vllm_config
-        self.layers = attention_layers(vllm_config)
-        self.device: Any = vllm_config.device_config.device
-        self.block_size = vllm_config.cache_config.block_size
-        # Compiled code ends with the sizes of vLLM's own steps.
-        self.most = vllm_config.scheduler_config.max_num_batched_tokens
-
-    def num_heads(self, layer: Any) -> int:
-        """Return the number of key heads that the whole layer has."""
-        return int(layer.num_kv_heads)
-
-    def compute(self, ids: torch.Tensor, rows: Any, logits: int) -> torch.Tensor:
-        """Compute rows of token ids ``(B, R)``; stand-ins attend over ``rows``.
-
-        Returns logits of the last ``logits`` rows, ``(B · logits, vocab)``; of none, anything.
-        """
+        self.check(ids)
+        count = ids.numel()
         places = {
             name: StandIn(layer, index, rows)
-            for index, (name, layer) in enumerate(self.layers.items())
+            for index, (name, layer) in enumerate(self._named.items())
         }
-        is_eager = ids.numel() > self.most
-        with self._context(places, dict.fromkeys(places), rows.positions, is_eager):
+        with self._context(places, dict.fromkeys(places), rows.positions, count > self._most):
             hidden = self._forward(ids.flatten(), rows.positions)
             if not logits:
                 return hidden
             last = hidden.view(*ids.shape, -1)[:, -logits:]
-            found: torch.Tensor = self.held.compute_logits(last.flatten(0, 1))
-            return found
+            found: torch.Tensor = self._held.compute_logits(last.flatten(0, 1))
+            return found.view(*last.shape[:2], -1)[..., : self.vocab_size]
+
+    def check(self, ids: torch.Tensor) -> None:
+        """Raise ``torch.OutOfMemoryError`` for a batch of more rows than a step of vLLM's."""
+        if ids.numel() > self._most and len(ids) > 1:
+            # Of experts, scratch memories are no larger; and a step shouldn't wait for more.
+            raise torch.OutOfMemoryError("a batch of more rows than a step of vLLM's")
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states behind the last layer, ``(N, width)``."""
-        config = self.vllm_config.model_config
+        config = self._vllm_config.model_config
         if config.uses_mrope:  # text has the same position on all axes
             positions = positions.expand(3, -1)
         # Compiled code takes what vLLM's own steps give it, and the dtype, without a check.
         given: dict[str, Any] = {"input_ids": ids.int()}
         if config.is_multimodal_model:
-            given = {"input_ids": None, "inputs_embeds": self.held.embed_input_ids(ids.int())}
-        hidden: torch.Tensor = self.held(positions=positions, **given)
+            given = {"input_ids": None, "inputs_embeds": self._held.embed_input_ids(ids.int())}
+        hidden: torch.Tensor = self._held(positions=positions, **given)
         return hidden
 
     @contextmanager
@@ -148,10 +116,10 @@ class Share:
     ) -> Iterator[None]:
         """Enter the context of a forward in which ``places`` are looked up by layers' names."""
         with (
-            set_current_vllm_config(self.vllm_config),
+            set_current_vllm_config(self._vllm_config),
             set_forward_context(
                 metadata,
-                self.vllm_config,
+                self._vllm_config,
                 num_tokens=len(slots),
                 slot_mapping=dict.fromkeys(places, slots),
                 skip_compiled=is_eager,
@@ -161,9 +129,20 @@ class Share:
             context.no_compile_layers = {**context.no_compile_layers, **places}
             yield
 
+    def tables(self) -> Iterator[tuple[str, Any, bool]]:
+        """Yield the tables of rotary modules, vLLM's, and transformers' where vLLM runs these."""
+        for module in self._held.modules():
+            name = type(module).__name__
+            if hasattr(module, "cos_sin_cache"):
+                yield name, partial(_cached, module.cos_sin_cache), not module.is_neox_style
+            elif name.endswith("RotaryEmbedding") and hasattr(module, "inv_freq"):
+                scale = getattr(module, "attention_scaling", 1.0)
+                for is_neighbours in (False, True):
+                    yield name, partial(_computed, module.inv_freq, scale), is_neighbours
+
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: Any) -> None:
         """Write rows ``(T, H, D)`` to slots of vLLM's cache, with the attention's own function."""
-        own = [*self.layers.values()][layer]
+        own = [*self._named.values()][layer]
         own.impl.do_kv_cache_update(own, keys, values, own.kv_cache, slots)
 
     @torch.inference_mode()
@@ -189,19 +168,19 @@ class Share:
             positions=positions,
             causal=True,
         )
-        with set_current_vllm_config(self.vllm_config):
+        with set_current_vllm_config(self._vllm_config):
             metadata = self._builder(cache).build(0, common)
-        with self._context(self.layers, dict.fromkeys(self.layers, metadata), slots, True):
+        with self._context(self._named, dict.fromkeys(self._named, metadata), slots, True):
             hidden = self._forward(ids.to(self.device), positions)
-            logits: torch.Tensor = self.held.compute_logits(hidden)
-        return logits
+            logits: torch.Tensor = self._held.compute_logits(hidden)
+        return logits[..., : self.vocab_size]
 
     def _builder(self, cache: KVCacheConfig) -> Any:
         """Return a builder of the attention's metadata."""
         (group,) = cache.kv_cache_groups
-        backend = self.layers[group.layer_names[0]].get_attn_backend()
+        backend = self._named[group.layer_names[0]].get_attn_backend()
         return backend.get_builder_cls()(
-            group.kv_cache_spec, group.layer_names, self.vllm_config, self.device
+            group.kv_cache_spec, group.layer_names, self._vllm_config, self.device
         )
 
 

@@ -28,12 +28,12 @@ def why_different(lm: VllmLM, cache: KVCacheConfig, blending: Blending) -> str |
     ``blending`` is of kvrag's engine on this model.
     """
     # vLLM's first block holds no prompt.
-    count = min(NUM_TOKENS, (cache.num_blocks - 1) * lm.share.block_size)
+    count = min(NUM_TOKENS, (cache.num_blocks - 1) * lm.block_size)
     ids = torch.randint(lm.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
     try:
         found, wanted = (
-            logits[..., : lm.vocab_size].float().log_softmax(-1)
-            for logits in (blending.logits(ids), lm.share.logits_of_step(cache, ids))
+            logits.float().log_softmax(-1)
+            for logits in (blending.logits(ids), lm.logits_of_step(cache, ids))
         )
     except Exception as error:
         return (

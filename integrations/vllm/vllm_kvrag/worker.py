@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvrag import KVRagEngine, KVRagError, RepairConfig, StoreConfig, UnsupportedModelError
@@ -11,9 +10,9 @@ from kvrag.config import as_config
 from vllm_kvrag.blending import Blender, Said
 from vllm_kvrag.loader import LOAD_FORMAT, model_of
 from vllm_kvrag.messages import Ended, Hello, Jobs
-from vllm_kvrag.own import Share, VllmLM
+from vllm_kvrag.own import VllmLM
 from vllm_kvrag.proof import why_different
-from vllm_kvrag.ranks import Ranks, SplitShare
+from vllm_kvrag.ranks import SplitLM
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,55 +33,54 @@ class WorkerSide:
         self._config = vllm_config
         self._cache = kv_cache_config
         self._blender: Blender | None = None
-        self._ranks: Ranks | None = None
+        self._split: SplitLM | None = None
         self._ended = dict[str, Said | None]()
         self._failed = set[int]()
         self._store_config = config
         self._repair = as_config(RepairConfig, option("repair", None), option="repair")
 
     def handshake(self) -> Hello | None:
-        """Describe the model; from now on its prompts are blended.
-
-        Of the ranks that share the model, the first alone describes it.
-        """
-        reason = _why_not(self._take)
-        if self._ranks is not None:
-            reason = self._ranks.first(reason)
-            if reason is None and not self._ranks.leads:
-                self._share.obey()
+        """Describe the model, on its first rank; from now on its prompts are blended."""
+        facts = self._facts()
+        if self._split is not None:
+            self._split.end_turn(is_busy=False)
+            if not self._split.leads:
                 return None
-        if reason is None:
-            reason = _why_not(self._open)
-            if self._ranks is not None:
-                self._ranks.let_step(is_busy=False)
-        return Hello(self._facts if reason is None else ModelFacts(refusal=reason))
+        return Hello(facts)
 
-    def _take(self) -> None:
-        """Take this rank's share of the model."""
-        if self._config.parallel_config.tensor_parallel_size > 1:
-            self._ranks = Ranks(self._config)
+    def _facts(self) -> ModelFacts:
+        """Describe the model, or say why it can't be used: vLLM then answers without the store."""
+        try:
+            return self._opened()
+        except KVRagError as error:
+            reason = str(error)
+        except Exception as error:
+            reason = f"its model can't be opened ({type(error).__name__}: {error})"
+        return ModelFacts(refusal=reason)
+
+    def _opened(self) -> ModelFacts:
+        """Open the engine and start its threads; raise ``UnsupportedModelError`` if it can't."""
         held = model_of(self._config)
         if held is None:
             raise UnsupportedModelError(
                 f"vLLM's model is not known; start vLLM with --load-format {LOAD_FORMAT}"
             )
-        if self._ranks is None:
-            self._share = Share(self._config, held)
+        if self._config.parallel_config.tensor_parallel_size == 1:
+            lm = VllmLM(self._config, held)
         else:
-            self._share = SplitShare(self._config, held, self._ranks)
-
-    def _open(self) -> None:
-        """Open the engine and start its threads; raise ``UnsupportedModelError`` if it can't."""
-        lm = VllmLM(self._share)
+            lm = self._split = SplitLM(self._config, held)
+            if not self._split.leads:
+                return ModelFacts()
         engine = self._engine_of(lm)
         blending = Blending(engine)
-        self._facts = blending.facts(why_different(lm, self._cache, blending))
+        facts = blending.facts(why_different(lm, self._cache, blending))
         reason = blending.stored_difference()
         if reason is not None:
             raise UnsupportedModelError(
                 f"{reason}; precompute into another kv_dir, by vLLM's worker"
             )
-        self._blender = Blender(blending, lm.write, self._share.block_size)
+        self._blender = Blender(blending, lm.write, lm.block_size)
+        return facts
 
     def _engine_of(self, lm: VllmLM) -> KVRagEngine:
         """Return an engine on vLLM's model."""
@@ -114,21 +112,17 @@ class WorkerSide:
 
         The step has no forward if ``is_idle``.
         """
-        ranks = self._ranks
-        if ranks is None:
+        split = self._split
+        if split is None:
             self._advance(jobs, is_idle)
-        elif not (jobs.jobs or ranks.is_busy):
-            return
-        elif not ranks.leads:
-            self._share.obey()
-        else:
+        elif jobs.jobs or split.is_busy:
             try:
                 self._advance(jobs, is_idle)
             finally:
-                ranks.let_step(is_busy=self._blender is not None and self._blender.is_busy)
+                split.end_turn(is_busy=self._blender is not None and self._blender.is_busy)
 
     def _advance(self, jobs: Jobs, is_idle: bool) -> None:
-        if self._blender is None:  # it has described no model, so there are no jobs
+        if self._blender is None:  # another rank, or one without a model and so without jobs
             return
         for job in jobs.jobs:
             self._blender.submit(job)
@@ -161,19 +155,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """End the worker's threads, and close its engine."""
-        if self._ranks is not None:  # the others hear no orders any more
-            self._ranks.are_together = False
+        if self._split is not None:
+            self._split.is_lost = True  # the other ranks hear no orders any more
         if self._blender is not None:
             self._blender.close()
             self._blender.engine.close()
-
-
-def _why_not(work: Callable[[], None]) -> str | None:
-    """Work; return why it can't be done: vLLM then answers without the store."""
-    try:
-        work()
-    except KVRagError as error:
-        return str(error)
-    except Exception as error:
-        return f"its model can't be opened ({type(error).__name__}: {error})"
-    return None
