@@ -55,6 +55,16 @@ def fail_in_attention(_: Any) -> bool:
     return is_first
 
 
+def fail_in_a_layer(_: Any) -> bool:
+    """Let forwards of the rank that blends fail in a layer of vLLM's."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    side = get_kv_transfer_group()._worker
+    if side._blender is not None:
+        side._split._held.model.layers[1].mlp.forward = None
+    return side._blender is not None
+
+
 def test_two_ranks_blend_as_kvrags_engine_does(split_vllm_of):
     vllm = split_vllm_of("qwen2")
     ids, other = vllm.prompt(2, 0, 3), vllm.prompt(1, 4)
@@ -76,6 +86,11 @@ def test_two_ranks_blend_as_kvrags_engine_does(split_vllm_of):
     (again,) = vllm.ask((ids, "stitch"))
     assert_first(again, blended)
     vllm.assert_private()
+    # The ranks would mix their forwards and their steps, so vLLM ends, and no rank waits for ever.
+    vllm.llm.reset_prefix_cache()
+    assert vllm.llm.collective_rpc(fail_in_a_layer) == [True, False]
+    with pytest.raises(Exception, match="dead|died|cancelled|issue"):
+        vllm.ask((ids, "stitch"))
 
 
 def test_ranks_with_the_same_key_heads_store_and_blend_chunks(split_vllm_of, tmp_path, monkeypatch):

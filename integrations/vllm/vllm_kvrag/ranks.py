@@ -7,14 +7,15 @@ rank 0 orders, between two of vLLM's own steps. Rank 0 attends, over the heads o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.distributed import broadcast_object_list
+from torch.distributed import broadcast, broadcast_object_list
 from vllm.distributed import get_tp_group
 
 from vllm_kvrag.own import VllmLM
+
+LOST = "a forward has failed on one of several devices ({}): start vLLM anew"
 
 
 class OverError(Exception):
@@ -26,6 +27,7 @@ class SplitLM(VllmLM):
 
     ``is_busy``: rank 0 has jobs, so it has orders in the next step. ``is_lost``: a forward is
     under way, or has failed in vLLM's own layers, where the other ranks may wait for this one.
+    vLLM's own step would mix with it, so the process ends, and vLLM with it.
     """
 
     def __init__(self, vllm_config: Any, held: Any) -> None:
@@ -57,12 +59,9 @@ class SplitLM(VllmLM):
             self.is_busy = is_busy
             self._order("", is_busy)
             return
-        name, given = self.told()
-        while name:
-            with suppress(OverError), torch.inference_mode():
-                getattr(self, name)(*given)
-            name, given = self.told()
-        self.is_busy = given
+        while (order := self.told())[0]:
+            self._obey(*order)
+        self.is_busy = order[1]
 
     def compute(self, ids: torch.Tensor, rows: Any, logits: int) -> Any:
         """Compute rows on all ranks; rank 0 attends over ``rows``."""
@@ -88,11 +87,26 @@ class SplitLM(VllmLM):
         whole = self._group.broadcast(x.contiguous())
         return whole.chunk(self._group.world_size, dim=1)[self._group.rank_in_group].contiguous()
 
+    def is_over(self, fails: bool) -> bool:
+        """Whether the forward ends here on all ranks, because it fails on rank 0, or is done."""
+        over = torch.tensor(fails)
+        broadcast(over, self._group.first_rank, self._group.cpu_group)
+        self.is_lost = not over
+        return bool(over)
+
     def _order(self, name: str, given: Any) -> None:
         if self.is_lost:
-            # The worker's end is vLLM's; a step of the ranks would mix with their forward.
-            raise SystemExit("a forward has failed on one of several devices: start vLLM anew")
+            raise SystemExit(LOST.format("see above"))
         self.told((name, given))
+
+    @torch.inference_mode()
+    def _obey(self, name: str, given: Sequence[Any]) -> None:
+        try:
+            getattr(self, name)(*given)
+        except OverError:
+            return
+        except Exception as error:
+            raise SystemExit(LOST.format(f"{type(error).__name__}: {error}")) from error
 
     def _on_all(self, name: str, given: Sequence[Any], *own: Any) -> Any:
         """Call a method on all ranks; ``own`` are the arguments that rank 0 alone has."""
@@ -139,8 +153,7 @@ class SharedRows:
                 found = self._rows.attend(layer, queries, scores)
             except BaseException as failure:
                 error = failure
-        if lm.told(error is not None):
-            lm.is_lost = False
+        if lm.is_over(error is not None):
             raise error or OverError
         own: torch.Tensor = lm.own_heads(found)
         return own
