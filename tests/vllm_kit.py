@@ -5,7 +5,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from random import Random
 from types import ModuleType, SimpleNamespace
@@ -121,6 +121,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "DefaultModelLoader": type("DefaultModelLoader", (), {}),
         "register_model_loader": None,
     },
+    "vllm.distributed": {"get_tp_group": None},
     "vllm.forward_context": dict.fromkeys(
         ("get_forward_context", "override_forward_context", "set_forward_context")
     ),
@@ -153,9 +154,17 @@ class Layer:
         return self.kv_cache[blocks].transpose(0, 1).flatten(1, 2).split(self.dim, dim=-1)
 
 
-def writing(layers: list[Layer]) -> Any:
-    """Write rows to these layers."""
-    return lambda index, *rows: layers[index].write(*rows)
+class Cache:
+    """What a blender asks of vLLM's model, for these layers of its cache."""
+
+    block_size = BLOCK
+    aside = staticmethod(nullcontext)
+
+    def __init__(self, layers: list[Layer], *, pauses: bool = True) -> None:
+        self._layers, self.pauses = layers, pauses
+
+    def write(self, index: int, *rows: Any) -> None:
+        self._layers[index].write(*rows)
 
 
 def config_of(setting: Setting, **changes) -> SimpleNamespace:
@@ -165,6 +174,8 @@ def config_of(setting: Setting, **changes) -> SimpleNamespace:
         {
             "cache_dtype": "auto",
             "world_size": 1,
+            "tensor_parallel_size": 1,
+            "decode_context_parallel_size": 1,
             "data_parallel_size": 1,
             "is_moe_model": True,
             "speculative_config": None,

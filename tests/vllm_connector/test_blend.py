@@ -8,8 +8,8 @@ import importlib
 import inspect
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -24,13 +24,13 @@ from vllm_kit import (
     BLOCK,
     HAS_VLLM,
     RECORDED,
+    Cache,
     Layer,
     Request,
     Scheduler,
     Setting,
     connect,
     step_of,
-    writing,
 )
 
 from kvrag import KVRagError, RepairConfig, StoreConfig
@@ -352,7 +352,7 @@ def test_no_request_finds_anothers_approximate_rows(connector, setting, seed):
 def blender(connector, setting):
     blending = importlib.import_module("vllm_kvrag.blending")
     layers = [Layer(2, 16) for _ in range(setting.engine.loaded.reusable.depth)]
-    made = blending.Blender(Blending(setting.engine), writing(layers), nullcontext, BLOCK)
+    made = blending.Blender(Blending(setting.engine), Cache(layers))
     made.layers = layers
     assert setting.engine.loaded.reusable.records is False, "the device's memory is vLLM's"
     yield made
@@ -371,11 +371,16 @@ def job_of(
     return job
 
 
-def prefilled(blender: Any, setting: Setting, ids: list[int], **asked: Any) -> Any:
-    """What kvrag's engine computes; the model is the worker's, but while it rests."""
+def resting(blender: Any, work: Callable[[], Any]) -> Any:
+    """Use the model, which is the worker's, but while it rests."""
     found = []
-    blender._turn.rest(lambda: found.append(setting.engine.prefill(ids, mode="stitch", **asked)))
+    blender._turn.rest(lambda: found.append(work()))
     return found[0]
+
+
+def prefilled(blender: Any, setting: Setting, ids: list[int], **asked: Any) -> Any:
+    """What kvrag's engine computes."""
+    return resting(blender, lambda: setting.engine.prefill(ids, mode="stitch", **asked))
 
 
 def ended(blender: Any) -> tuple[Any, Any]:
@@ -512,7 +517,7 @@ def test_what_a_step_looks_up_is_its_own(connector, setting, monkeypatch):
         current[0] = own
 
     lock = ModelLock()
-    turn = blending.Turn(lock, aside)
+    turn = blending.Turn(lock, SimpleNamespace(aside=aside, pauses=True))
     seen = []
 
     def forward() -> None:
@@ -565,7 +570,7 @@ def test_loaded_chunks_live_until_the_device_has_read_them(
     device.late = driver
     blender._blending._fingerprint = engine.loaded.fingerprint  # of the weights that were moved
     with torch.inference_mode(), device:
-        said = blender._blend(job, blender._blending.read(job.plan))
+        said = resting(blender, lambda: blender._blend(job, blender._blending.read(job.plan)))
         gc.collect()
         assert (said["exactness"], said["cached_tokens"]) == ("exact", job.stop)
         assert device.copies
@@ -599,7 +604,7 @@ def test_jobs_of_ended_requests_are_left_out(connector, setting, blender):
 
 def test_nothing_begins_after_the_end(connector, setting, monkeypatch):
     blending = importlib.import_module("vllm_kvrag.blending")
-    blender = blending.Blender(Blending(setting.engine), writing([]), nullcontext, BLOCK)
+    blender = blending.Blender(Blending(setting.engine), Cache([]))
     begun, goes_on = threading.Event(), threading.Event()
     computed = []
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_blend import CHUNKS, blend, ended, finish_at_once, prompt_of, request_with, scheduler_side
 from transformers import DynamicCache
-from vllm_kit import BLOCK, BLOCKS, Layer, Request, Setting, connect, writing
+from vllm_kit import BLOCK, BLOCKS, Cache, Layer, Request, Setting, connect
 
 from kvrag import KVRagEngine, StoreConfig
 from kvrag.adapters import Blending
@@ -88,7 +88,7 @@ def test_loaded_rows_are_those_of_a_full_prefill(connector, tmp_path, name):
     assert (job.start, job.stop) == (BLOCK, stop)
     blending = importlib.import_module("vllm_kvrag.blending")
     layers = [Layer(2, 16) for _ in range(engine.loaded.reusable.depth)]
-    blender = blending.Blender(Blending(engine), writing(layers), nullcontext, BLOCK)
+    blender = blending.Blender(Blending(engine), Cache(layers))
     blender.submit(job)
     _, said = ended(blender)
     blender.close()
@@ -109,9 +109,7 @@ def test_a_chunk_that_is_gone_by_then_is_left_to_vllm(connector, setting):
     setting.engine.delete(["a"])
     blending = importlib.import_module("vllm_kvrag.blending")
     layer = Layer(2, 16)
-    blender = blending.Blender(
-        Blending(setting.engine), writing([layer, layer]), nullcontext, BLOCK
-    )
+    blender = blending.Blender(Blending(setting.engine), Cache([layer, layer]))
     blender.submit(job)
     assert ended(blender)[1] is None
     blender.close()

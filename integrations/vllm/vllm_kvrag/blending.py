@@ -14,15 +14,19 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvrag import KVRagError, RepairConfig
 from kvrag.adapters import Blending
+
+if TYPE_CHECKING:
+    from kvrag.model.lock import ModelLock
+    from vllm_kvrag.own import VllmLM
 
 logger = logging.getLogger(__name__)
 
@@ -65,24 +69,23 @@ class Turn:
     """Turn of the worker's steps at the model, which is theirs from the start, but while it rests.
 
     To the model's lock it is a step of a request that decodes, asked for by a thread of its own: a
-    forward that holds the lock lets it through at a pause. ``aside`` leaves the context of a
-    forward for a while, which is global to the process.
+    forward that holds the lock lets it through at a pause, if ``lm.pauses``.
     """
 
-    def __init__(self, lock: Any, aside: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, lock: ModelLock, lm: VllmLM) -> None:
         self._lock = lock
-        self._aside = aside
+        self._lm = lm
         self._wanted = queue.SimpleQueue[bool]()
         self._taken = threading.Semaphore(0)
         self._left = threading.Semaphore(0)
         self.thread = threading.Thread(target=self._run, name="kvrag_turn", daemon=True)
         self.thread.start()
-        with aside():
+        with lm.aside():
             self._take()
 
     def rest(self, wait: Callable[[], object]) -> None:
         """Leave the model to others while ``wait`` runs, and until it is the worker's again."""
-        with self._aside():
+        with self._lm.aside():
             self._left.release()
             try:
                 wait()
@@ -100,11 +103,15 @@ class Turn:
 
     def _run(self) -> None:
         while self._wanted.get():
-            self._lock.step(None, self._give, limit=1)
+            if self._lm.pauses:
+                self._lock.step(None, self._give, limit=1)
+            else:
+                with self._lock:
+                    self._give()
 
-    def _give(self, _: object) -> list[None]:
+    def _give(self, *_: object) -> list[None]:
         """Let the worker compute; the forward of this thread, if there is one, pauses meanwhile."""
-        with self._aside():
+        with self._lm.aside():
             self._taken.release()
             self._left.acquire()
         return [None]
@@ -114,21 +121,12 @@ class Blender:
     """Blends prompts into vLLM's cache; threads read their chunks, blend, and precompute.
 
     The thread that makes it, the worker's, has its :class:`Turn` at the model, but while it rests.
-    ``write`` takes keys and values, ``(T, H, D)``, of slots of vLLM's cache, after the layer's
-    index; ``aside`` is as for the turn.
     """
 
-    def __init__(
-        self,
-        blending: Blending,
-        write: Callable[..., None],
-        aside: Callable[[], AbstractContextManager[None]],
-        block_size: int,
-    ) -> None:
+    def __init__(self, blending: Blending, lm: VllmLM) -> None:
         self.engine = blending.engine
         self._blending = blending
-        self._write_slots = write
-        self._block_size = block_size
+        self._lm = lm
         self._running = set[str]()
         self._abandoned = set[str]()
         self._is_closing = False
@@ -152,13 +150,18 @@ class Blender:
         ]
         for thread in self._threads:
             thread.start()
-        self._turn = Turn(blending.lm.lock, aside)
+        self._turn = Turn(blending.lm.lock, lm)
 
     def submit(self, job: Job) -> None:
         """Queue a job."""
         self._running.add(job.request_id)
         to_read, _, to_precompute = self._queues
         (to_read if job.precompute is None else to_precompute).put((job,))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are jobs that have not ended."""
+        return bool(self._running)
 
     def rest(self, wait_s: float) -> None:
         """Let the other threads use the model; with jobs, for ``wait_s`` seconds, or until one ends."""
@@ -234,12 +237,13 @@ class Blender:
         return said_of(done, job.repair) | _counts_behind(done["sources"], job.num_exact)
 
     def _write(self, job: Job, layers: Iterable[Sequence[torch.Tensor]]) -> None:
-        """Write the rows of all layers to vLLM's cache."""
-        slots = job.slots(self._block_size).to(self._blending.lm.device)
+        """Write the rows of all layers to vLLM's cache, between two of its steps."""
+        slots = job.slots(self._lm.block_size).to(self._blending.lm.device)
         rows = slice(job.start, job.stop)
-        for index, pair in enumerate(layers):
-            own = [x[0, :, rows].transpose(0, 1).contiguous() for x in pair]
-            self._write_slots(index, *own, slots)
+        with self._blending.lm.lock:
+            for index, pair in enumerate(layers):
+                keys, values = (x[0, :, rows].transpose(0, 1).contiguous() for x in pair)
+                self._lm.write(index, keys, values, slots)
 
     def _precompute(self, job: Job) -> Said:
         given = {"show_progress": False, **(job.precompute or {})}

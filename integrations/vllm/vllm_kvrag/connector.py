@@ -152,6 +152,10 @@ class KVRagConnector(KVConnectorBase_V1):
         """Return the counts since the last call."""
         return None if self._is_worker else self._scheduler.counted()
 
+    def get_finished_count(self) -> int:
+        """Return how many workers report a load: rank 0 alone."""
+        return 1
+
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Counts:
         """Return the counts that another process has sent."""
@@ -185,7 +189,16 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
             cache.cache_dtype == "auto",
             f"kv_cache_dtype is {cache.cache_dtype!r}; leave it at 'auto'",
         ),
-        (parallel.world_size == 1, "the model is split among several devices"),
+        (
+            parallel.world_size == parallel.tensor_parallel_size,
+            "its layers, or prompts, are split among several devices; pass "
+            "--tensor-parallel-size in place of --pipeline-parallel-size and "
+            "--prefill-context-parallel-size",
+        ),
+        (
+            parallel.decode_context_parallel_size == 1,
+            "its cache is split among several devices; pass --decode-context-parallel-size 1",
+        ),
         (  # a forward of experts waits for those of all replicas
             parallel.data_parallel_size == 1 or parallel.is_moe_model is False,
             "its experts are shared among replicas (--data-parallel-size)",

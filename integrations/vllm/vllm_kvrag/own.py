@@ -38,6 +38,9 @@ class VllmLM(EngineLM):
     process, and so are the kernels' scratch memories.
     """
 
+    pauses = True
+    """Whether vLLM's steps may run between the layers of a forward."""
+
     def __init__(self, vllm_config: VllmConfig, held: Any) -> None:
         self._held = held
         self.block_size = vllm_config.cache_config.block_size
@@ -48,13 +51,17 @@ class VllmLM(EngineLM):
         self._most = vllm_config.scheduler_config.max_num_batched_tokens
         config = vllm_config.model_config
         compiles = vllm_config.compilation_config.mode
+        # As many devices have key heads of their own; the others have the same ones again.
+        devices = vllm_config.parallel_config.tensor_parallel_size
+        splits = min(devices, config.get_total_num_kv_heads())
+        self.replicas = devices // splits
         super().__init__(
             config.hf_text_config,
-            f"vllm {vllm.__version__}, {compiles}",
+            f"vllm {vllm.__version__}, {compiles}, {devices}",
             config.dtype,
             vllm_config.device_config.device,
             [
-                (each.num_kv_heads, each.head_size, each.head_size_v, each.sliding_window)
+                (splits * each.num_kv_heads, each.head_size, each.head_size_v, each.sliding_window)
                 for each in self._named.values()
             ],
             config.max_model_len,
@@ -78,10 +85,8 @@ class VllmLM(EngineLM):
 
     def compute(self, ids: torch.Tensor, rows: Any, logits: int) -> torch.Tensor:
         """Compute rows of token ids ``(B, R)``; stand-ins attend over ``rows``."""
+        self.check(ids)
         count = ids.numel()
-        if count > self._most and len(ids) > 1:
-            # Of experts, scratch memories are no larger; and a step shouldn't wait for more.
-            raise torch.OutOfMemoryError("a batch of more rows than a step of vLLM's")
         places = {
             name: StandIn(layer, index, rows)
             for index, (name, layer) in enumerate(self._named.items())
@@ -93,6 +98,12 @@ class VllmLM(EngineLM):
             last = hidden.view(*ids.shape, -1)[:, -logits:]
             found: torch.Tensor = self._held.compute_logits(last.flatten(0, 1))
             return found.view(*last.shape[:2], -1)[..., : self.vocab_size]
+
+    def check(self, ids: torch.Tensor) -> None:
+        """Raise ``torch.OutOfMemoryError`` for a batch of more rows than a step of vLLM's."""
+        if ids.numel() > self._most and len(ids) > 1:
+            # Of experts, scratch memories are no larger; and a step shouldn't wait for more.
+            raise torch.OutOfMemoryError("a batch of more rows than a step of vLLM's")
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states behind the last layer, ``(N, width)``."""

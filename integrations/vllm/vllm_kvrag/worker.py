@@ -12,6 +12,7 @@ from vllm_kvrag.loader import LOAD_FORMAT, model_of
 from vllm_kvrag.messages import Ended, Hello, Jobs
 from vllm_kvrag.own import VllmLM
 from vllm_kvrag.proof import why_different
+from vllm_kvrag.ranks import SplitLM
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,20 +33,30 @@ class WorkerSide:
         self._config = vllm_config
         self._cache = kv_cache_config
         self._blender: Blender | None = None
+        self._split: SplitLM | None = None
         self._ended = dict[str, Said | None]()
         self._failed = set[int]()
         self._store_config = config
         self._repair = as_config(RepairConfig, option("repair", None), option="repair")
 
-    def handshake(self) -> Hello:
-        """Describe the model; from now on its prompts are blended."""
+    def handshake(self) -> Hello | None:
+        """Describe the model, on its first rank; from now on its prompts are blended."""
+        facts = self._facts()
+        if self._split is not None:
+            self._split.end_turn(is_busy=False)
+            if not self._split.leads:
+                return None
+        return Hello(facts)
+
+    def _facts(self) -> ModelFacts:
+        """Describe the model, or say why it can't be used: vLLM then answers without the store."""
         try:
-            return Hello(self._opened())
+            return self._opened()
         except KVRagError as error:
             reason = str(error)
-        except Exception as error:  # vLLM answers without the store
+        except Exception as error:
             reason = f"its model can't be opened ({type(error).__name__}: {error})"
-        return Hello(ModelFacts(refusal=reason))
+        return ModelFacts(refusal=reason)
 
     def _opened(self) -> ModelFacts:
         """Open the engine and start its threads; raise ``UnsupportedModelError`` if it can't."""
@@ -54,7 +65,12 @@ class WorkerSide:
             raise UnsupportedModelError(
                 f"vLLM's model is not known; start vLLM with --load-format {LOAD_FORMAT}"
             )
-        lm = VllmLM(self._config, held)
+        if self._config.parallel_config.tensor_parallel_size == 1:
+            lm = VllmLM(self._config, held)
+        else:
+            lm = self._split = SplitLM(self._config, held)
+            if not self._split.leads:
+                return ModelFacts()
         engine = self._engine_of(lm)
         blending = Blending(engine)
         facts = blending.facts(why_different(lm, self._cache, blending))
@@ -63,7 +79,7 @@ class WorkerSide:
             raise UnsupportedModelError(
                 f"{reason}; precompute into another kv_dir, by vLLM's worker"
             )
-        self._blender = Blender(blending, lm.write, lm.aside, lm.block_size)
+        self._blender = Blender(blending, lm)
         return facts
 
     def _engine_of(self, lm: VllmLM) -> KVRagEngine:
@@ -96,7 +112,17 @@ class WorkerSide:
 
         The step has no forward if ``is_idle``.
         """
-        if self._blender is None:  # it has described no model, so there are no jobs
+        split = self._split
+        if split is None:
+            self._advance(jobs, is_idle)
+        elif jobs.jobs or split.is_busy:
+            try:
+                self._advance(jobs, is_idle)
+            finally:
+                split.end_turn(is_busy=self._blender is not None and self._blender.is_busy)
+
+    def _advance(self, jobs: Jobs, is_idle: bool) -> None:
+        if self._blender is None:  # another rank, or one without a model and so without jobs
             return
         for job in jobs.jobs:
             self._blender.submit(job)
@@ -128,6 +154,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """End the worker's threads, and close its engine."""
+        if self._split is not None:
+            self._split.is_lost = True  # the other ranks hear no orders any more
         if self._blender is not None:
             self._blender.close()
             self._blender.engine.close()
