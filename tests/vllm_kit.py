@@ -122,7 +122,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "DefaultModelLoader": type("DefaultModelLoader", (), {}),
         "register_model_loader": None,
     },
-    "vllm.distributed": {"get_tp_group": None},
+    "vllm.distributed.parallel_state": {"get_tp_group": None},
     "vllm.forward_context": {"get_forward_context": None, "set_forward_context": None},
     "vllm.v1.attention.backend": {"CommonAttentionMetadata": None},
     "vllm.v1.kv_cache_interface": {"FullAttentionSpec": type("FullAttentionSpec", (), {})},

@@ -41,8 +41,8 @@ class Group:
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.cat(self.wire.exchange(self.rank_in_group, x), dim=dim)
 
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(self.wire.exchange(self.rank_in_group, x.clone())[0])
+    def broadcast(self, x: torch.Tensor) -> None:
+        x.copy_(self.wire.exchange(self.rank_in_group, x.clone())[0])
 
 
 def broadcast(x: torch.Tensor, _: int, group: Group) -> None:
