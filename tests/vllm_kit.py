@@ -65,6 +65,7 @@ RECORDED = {
     "wait_for_save": ("self",),
     "get_block_ids_with_load_errors": ("self",),
     "get_finished": ("self", "finished_req_ids"),
+    "get_finished_count": ("self",),
     "update_connector_output": ("self", "connector_output"),
     "get_handshake_metadata": ("self",),
     "set_xfer_handshake_metadata": ("self", "metadata"),
@@ -121,7 +122,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "DefaultModelLoader": type("DefaultModelLoader", (), {}),
         "register_model_loader": None,
     },
-    "vllm.distributed": {"get_tp_group": None},
+    "vllm.distributed.parallel_state": {"get_tp_group": None},
     "vllm.forward_context": dict.fromkeys(
         ("get_forward_context", "override_forward_context", "set_forward_context")
     ),
@@ -176,6 +177,7 @@ def config_of(setting: Setting, **changes) -> SimpleNamespace:
             "world_size": 1,
             "tensor_parallel_size": 1,
             "decode_context_parallel_size": 1,
+            "distributed_executor_backend": None,
             "data_parallel_size": 1,
             "is_moe_model": True,
             "speculative_config": None,
@@ -229,6 +231,7 @@ def connector_module(patch: pytest.MonkeyPatch) -> Any:
             "messages",
             "own",
             "proof",
+            "ranks",
             "report",
             "scheduler",
             "worker",

@@ -234,6 +234,13 @@ def test_a_cache_or_model_that_cannot_be_blended_is_refused(connector, setting):
     changes: dict[str, dict[str, Any]] = {
         "fp8": {"cache_dtype": "fp8"},
         "several devices": {"world_size": 2},
+        "prefill-context": {"world_size": 4, "tensor_parallel_size": 2},
+        "decode-context": {
+            "world_size": 2,
+            "tensor_parallel_size": 2,
+            "decode_context_parallel_size": 2,
+        },
+        "external launcher": {"distributed_executor_backend": "external_launcher"},
         "shared among replicas": {"data_parallel_size": 2},
         "speculatively": {"speculative_config": "ngram"},
         "full attention": {"specs": [None]},
@@ -248,6 +255,8 @@ def test_a_cache_or_model_that_cannot_be_blended_is_refused(connector, setting):
     with pytest.raises(ConfigError, match="pass 'prefix' or 'blend'"):
         connect(connector, setting, extra={"mode": "mix"})
     connect(connector, setting, data_parallel_size=2, is_moe_model=False)
+    split = connect(connector, setting, world_size=2, tensor_parallel_size=2)
+    assert split.get_finished_count() == 1
 
 
 def test_a_store_that_fails_is_asked_again_in_a_while(connector, setting, monkeypatch):

@@ -147,7 +147,7 @@ def test_what_vllms_model_cannot_compute_for_us_is_told(connector):
     own = importlib.import_module("vllm_kvrag.own")
     small = SimpleNamespace(_most=4)
     with pytest.raises(torch.OutOfMemoryError) as found:
-        own.VllmLM.compute(small, torch.zeros(2, 3), None, 0)
+        own.VllmLM.check(small, torch.zeros(2, 3))
     assert is_out_of_memory(found.value)
     place = own.StandIn(SimpleNamespace(), 0, None)
     with pytest.raises(UnsupportedModelError, match="rounds its output"):

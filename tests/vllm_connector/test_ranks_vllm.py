@@ -89,7 +89,7 @@ def test_two_ranks_blend_as_kvrags_engine_does(split_vllm_of):
     # The ranks would mix their forwards and their steps, so vLLM ends, and no rank waits for ever.
     vllm.llm.reset_prefix_cache()
     assert vllm.llm.collective_rpc(fail_in_a_layer) == [True, False]
-    with pytest.raises(Exception, match=r"dead|died|cancelled|issue"):
+    with pytest.raises(Exception, match=r"cancelled|dead"):
         vllm.ask((ids, "stitch"))
 
 

@@ -190,14 +190,12 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
             f"kv_cache_dtype is {cache.cache_dtype!r}; leave it at 'auto'",
         ),
         (
-            parallel.world_size == parallel.tensor_parallel_size,
-            "its layers, or prompts, are split among several devices; pass "
-            "--tensor-parallel-size in place of --pipeline-parallel-size and "
-            "--prefill-context-parallel-size",
-        ),
-        (
-            parallel.decode_context_parallel_size == 1,
-            "its cache is split among several devices; pass --decode-context-parallel-size 1",
+            parallel.world_size == parallel.tensor_parallel_size
+            and parallel.decode_context_parallel_size == 1
+            and parallel.distributed_executor_backend != "external_launcher",
+            "several devices share it in another way than heads; pass --tensor-parallel-size "
+            "without the other sizes (--pipeline-, --prefill-context- and "
+            "--decode-context-parallel-size) and without an external launcher",
         ),
         (  # a forward of experts waits for those of all replicas
             parallel.data_parallel_size == 1 or parallel.is_moe_model is False,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed import broadcast, broadcast_object_list
-from vllm.distributed import get_tp_group
+from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_kvrag.own import VllmLM
 
@@ -85,7 +85,8 @@ class SplitLM(VllmLM):
 
     def own_heads(self, x: torch.Tensor) -> Any:
         """Return this rank's heads of what rank 0 has; on other ranks, ``x`` is room for it."""
-        whole = self._group.broadcast(x.contiguous())
+        whole = x.contiguous()
+        self._group.broadcast(whole)
         return whole.chunk(self._group.world_size, dim=1)[self._group.rank_in_group].contiguous()
 
     def is_over(self, fails: bool) -> bool:
