@@ -22,6 +22,7 @@ from kvrag.model.lock import Clock
 from kvrag.model.rows import KVBuffer, Pair, Rows
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.prompt.plan import Plan
+from kvrag.runtime import Cancel
 from kvrag.store.memory import Loaded
 from kvrag.types import ChunkIdentity, ChunkKV, Hole
 
@@ -103,21 +104,35 @@ class Blending:
                 return f"stored KV differs from what it computes, by {share:.0%} of its size"
         return None
 
+    def check(self) -> None:
+        """Raise ``StoreError`` if the model's weights have changed."""
+        if self.engine.loaded.fingerprint != self._fingerprint:
+            raise StoreError("the model's weights have changed since the start")
+
     def read(self, plan: Plan) -> Any:
         """Read a prompt's chunks, as long as the store may take; needs no turn of the model.
 
         Raises ``StoreError`` if none can be read, or the model's weights have changed.
         """
-        if self.engine.loaded.fingerprint != self._fingerprint:
-            raise StoreError("the model's weights have changed since the start")
+        self.check()
         timeout_s = self.engine.store_config.load_timeout_s
         found = self.engine.store.get_many(plan.identities, timeout_s=timeout_s)
         if all(isinstance(each, Hole) for each in found):
             raise StoreError("its stored KV is gone, or could not be read in time")
         return Chunks(dict(zip(plan.identities, found, strict=True)))
 
-    def repair(self, plan: Plan, repair: RepairConfig, write: Write, chunks: Any) -> dict[str, Any]:
-        """Stitch and repair a prompt; return the fields of :class:`~kvrag.types.Accounting`."""
+    def repair(
+        self,
+        plan: Plan,
+        repair: RepairConfig,
+        write: Write,
+        chunks: Any,
+        cancel: Cancel = None,
+    ) -> dict[str, Any]:
+        """Stitch and repair a prompt; return the fields of :class:`~kvrag.types.Accounting`.
+
+        Raises ``CancelledError`` between its forwards if ``cancel`` is set.
+        """
         clock = Clock()
         done = prefill(
             self.lm,
@@ -129,6 +144,7 @@ class Blending:
             max_new_tokens=1,
             load_timeout_s=0.0,
             clock=clock,
+            cancel=cancel,
         )
         assert done.buffer is not None
         try:

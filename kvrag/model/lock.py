@@ -26,8 +26,10 @@ from kvrag.types import Stage
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Seconds that a forward runs before it pauses; if the last steps took longer, as long as they took.
+# Seconds that a forward runs before it pauses; if the last steps took longer, as long as they took,
+# but not the time that the owner of a step idled in it.
 SLICE_S = 0.05
+LONG_SLICE_S = 1.0
 NOTABLE_S = 0.001  # shorter waits are not counted
 PATIENCE_S = 0.003  # seconds that a step waits for the threads of the last two batches
 
@@ -231,7 +233,7 @@ class ModelLock:
             with self._guard:
                 self.pending = [step for step in self.pending if not step.is_done]
             end = time.perf_counter()
-            self._due = end + max(SLICE_S, end - start)
+            self._due = end + max(SLICE_S, min(end - start, LONG_SLICE_S))
             for step in batch:
                 if step.is_done:
                     step.event.set()

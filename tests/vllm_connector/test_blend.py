@@ -513,6 +513,101 @@ def test_steps_run_at_a_forwards_pauses(connector, setting, blender, monkeypatch
         assert torch.equal(layer.kv_cache, found)
 
 
+@pytest.mark.parametrize("how", ["ends", "changes", "closes"])
+def test_a_blend_that_is_cut_ends_if_it_is_not_needed(
+    connector, setting, blender, monkeypatch, how
+):
+    """Its request ends, the weights change, or vLLM ends, while it pauses; no row is written."""
+    monkeypatch.setattr("kvrag.model.lock.SLICE_S", 0.0)
+    job = job_of(connector, setting, prompt_of(setting, 2, 0), list(range(30)), mode="stitch")
+    lm = blender._blending.lm
+    paused = threading.Event()
+    update = Forward.update
+
+    def seen(*args: Any, **others: Any) -> Any:
+        paused.set()
+        return update(*args, **others)
+
+    monkeypatch.setattr(Forward, "update", seen)
+    blender.submit(job)
+    for _ in range(10000):
+        if not paused.is_set():
+            blender.rest(0.0)
+    assert paused.is_set()
+    if how == "ends":
+        blender.abandon({job.request_id})
+    elif how == "changes":
+        with torch.no_grad():
+            next(lm.model.parameters()).add_(1e-3)
+    else:
+        blender.close()
+        assert not blender._threads[1].is_alive()
+    assert ((how == "closes" and blender.ended()) or [ended(blender)]) == [(job, None)]
+    assert not any(layer.kv_cache.any() for layer in blender.layers)
+
+
+def test_idle_time_does_not_lengthen_a_slice(monkeypatch):
+    lock = ModelLock()
+    monkeypatch.setattr("kvrag.model.lock.LONG_SLICE_S", 0.1)
+    start = time.perf_counter()
+    lock.step(None, lambda _: [time.sleep(0.5)], limit=1)
+    assert lock._due < time.perf_counter() + 0.2
+    assert time.perf_counter() > start + 0.5
+
+
+def test_an_interrupt_leaves_the_turn_to_the_worker(connector):
+    """A forward is not let run beside the steps that come behind."""
+    blending = importlib.import_module("vllm_kvrag.blending")
+    lock = ModelLock()
+    turn = blending.Turn(lock, Cache([]))
+    taken = turn._taken
+    calls = []
+
+    def acquire() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        taken.acquire()
+
+    turn._taken = SimpleNamespace(acquire=acquire, release=taken.release)
+    with pytest.raises(KeyboardInterrupt):
+        turn.rest(lambda: None)
+    assert taken._value == 0
+    assert lock.is_stepping
+    turn.rest(lambda: None)
+    assert lock.is_stepping
+    turn.end()
+    turn.thread.join(30)
+    assert not turn.thread.is_alive()
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_a_forward_on_several_ranks_is_whole(connector, pauses):
+    """They would have to pause at the same layer."""
+    blending = importlib.import_module("vllm_kvrag.blending")
+    lock = ModelLock()
+    turn = blending.Turn(lock, Cache([], pauses=pauses))
+    was_cut = []
+    held = threading.Event()
+
+    def forward() -> None:
+        with lock:
+            held.set()
+            time.sleep(0.2)
+            lock._due = 0.0
+            was_cut.append(bool(lock.pending))
+            lock.give_way()
+
+    thread = threading.Thread(target=forward)
+    thread.start()
+    turn.rest(lambda: held.wait(30))
+    turn.end()
+    for each in (thread, turn.thread):
+        each.join(30)
+        assert not each.is_alive()
+    assert was_cut == [pauses]
+
+
 def test_what_a_step_looks_up_is_its_own(connector, setting, monkeypatch):
     """Each side leaves the context of its forward to itself while the other computes."""
     blending = importlib.import_module("vllm_kvrag.blending")
@@ -578,6 +673,7 @@ def test_loaded_chunks_live_until_the_device_has_read_them(
         layer.kv_cache = layer.kv_cache.as_subclass(fake_cuda.OnDevice)
     device.late = driver
     blender._blending._fingerprint = engine.loaded.fingerprint  # of the weights that were moved
+    blender._running[job.request_id] = threading.Event()
     with torch.inference_mode(), device:
         said = resting(blender, lambda: blender._blend(job, blender._blending.read(job.plan)))
         gc.collect()
@@ -608,7 +704,7 @@ def test_jobs_of_ended_requests_are_left_out(connector, setting, blender):
     found = {job.request_id: said for job, said in (ended(blender), ended(blender))}
     assert found[jobs[0].request_id] is None
     assert found[jobs[1].request_id]["exactness"] == "repaired"
-    assert not blender._abandoned
+    assert not blender._running
 
 
 def test_nothing_begins_after_the_end(connector, setting, monkeypatch):
@@ -629,7 +725,7 @@ def test_nothing_begins_after_the_end(connector, setting, monkeypatch):
     assert begun.wait(30)
     closing = threading.Thread(target=blender.close)
     closing.start()
-    while not blender._is_closing:
+    while not blender._running["r2"].is_set():
         time.sleep(0.01)
     goes_on.set()
     closing.join(30)

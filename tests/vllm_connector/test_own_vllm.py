@@ -3,12 +3,16 @@
 Skipped without vLLM (docs/how-to/vllm.md).
 """
 
+import threading
+import time
 from typing import Any
 
 import pytest
 from quantised_kit import compressed, save_base
 from test_blend_vllm import CHUNKS, IDS, Vllm, assert_engine, assert_first, vllm_of  # noqa: F401
 from vllm_kit import needs_vllm
+
+from kvrag.model.forward import Forward
 
 pytestmark = needs_vllm
 
@@ -110,6 +114,51 @@ def test_prompts_are_blended_beside_others(vllm_of):  # noqa: F811
     assert vllm.said(failed)["exactness"] == "full"
     (alone,) = vllm.ask((ids, "full"))
     assert_first(failed, alone)
+    vllm.assert_private()
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_steps_run_between_the_layers_of_a_blend(vllm_of, monkeypatch, is_eager):  # noqa: F811
+    """Blends, a precompute and full prompts at once come out as each of them alone."""
+    from vllm_kvrag.blending import Turn
+
+    vllm = vllm_of("qwen3", enforce_eager=is_eager)
+    lock = blender_of(vllm)._blending.lm.lock
+    asked = [
+        (vllm.prompt(2, 0, 3), "stitch"),
+        (vllm.prompt(3, 4), "stitch"),
+        (vllm.prompt(1), "full"),
+        (vllm.prompt(2, 0, 3)[:40], "full"),
+    ]
+    alone = []
+    for each in asked:
+        vllm.llm.reset_prefix_cache()
+        alone += vllm.ask(each, num=16)
+    vllm.llm.reset_prefix_cache()
+    monkeypatch.setattr("kvrag.model.lock.SLICE_S", 0.0)
+    give, pause = Turn._give, Forward._pause
+    cut = []
+
+    def given(self: Any, *args: Any) -> Any:
+        cut.append(threading.current_thread().name)
+        return give(self, *args)
+
+    def paused(self: Any) -> None:
+        if self._lock is lock and not lock.is_stepping:
+            lock._due = 0.0
+            time.sleep(0.004)  # a step comes meanwhile
+        pause(self)
+
+    monkeypatch.setattr(Turn, "_give", given)
+    monkeypatch.setattr(Forward, "_pause", paused)
+    more = {"precompute": {"texts": [f"{text} More." for text in CHUNKS], "ids": [*"ABCDE"]}}
+    *together, report = vllm.ask(*asked, ([5, 6], "auto", more), num=16)
+    assert vllm.said(report)["precompute"]["stored"] == len(CHUNKS)
+    assert cut.count("kvrag_blend") > 3, cut
+    for one, two in zip(together, alone, strict=True):
+        assert vllm.said(one)["sources"] == vllm.said(two)["sources"]
+        assert list(one.outputs[0].token_ids) == list(two.outputs[0].token_ids)
+        assert_first(one, two, limit=1e-3)
     vllm.assert_private()
 
 

@@ -13,7 +13,8 @@ import os
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -99,7 +100,11 @@ class Turn:
 
     def _take(self) -> None:
         self._wanted.put(True)
-        self._taken.acquire()
+        try:
+            self._taken.acquire()
+        except BaseException:  # an interrupt; no forward may run beside a step of the worker's
+            self._taken.acquire()
+            raise
 
     def _run(self) -> None:
         while self._wanted.get():
@@ -127,9 +132,8 @@ class Blender:
         self.engine = blending.engine
         self._blending = blending
         self._lm = lm
-        self._running = set[str]()
-        self._abandoned = set[str]()
-        self._is_closing = False
+        # By request, of jobs that have not ended; one that is set is not needed any more.
+        self._running = dict[str, threading.Event]()
         self._came = threading.Event()
         self._done = queue.SimpleQueue[tuple[Job, Said | None]]()
         self._queues = [queue.SimpleQueue[tuple[Any, ...]]() for _ in range(3)]
@@ -154,7 +158,7 @@ class Blender:
 
     def submit(self, job: Job) -> None:
         """Queue a job."""
-        self._running.add(job.request_id)
+        self._running[job.request_id] = threading.Event()
         to_read, _, to_precompute = self._queues
         (to_read if job.precompute is None else to_precompute).put((job,))
 
@@ -178,20 +182,20 @@ class Blender:
             while True:
                 job, said = self._done.get_nowait()
                 found.append((job, said))
-                self._running.discard(job.request_id)
-                self._abandoned.discard(job.request_id)
+                self._running.pop(job.request_id, None)
         return found
 
-    def abandon(self, requests: Iterable[str]) -> None:
-        """Fail the jobs of requests that have ended, unless they are under way."""
-        self._abandoned |= self._running.intersection(requests)
+    def abandon(self, requests: Set[str]) -> None:
+        """Fail the jobs of requests that have ended, at the next place where they can end."""
+        for request_id in self._running.keys() & requests:
+            self._running[request_id].set()
 
     def close(self) -> None:
-        """End the threads after their present jobs; wait for these at most ``CLOSE_WAIT_S``.
+        """End the threads; wait for their present forwards at most ``CLOSE_WAIT_S`` each.
 
-        Jobs that wait fail.
+        Their jobs fail.
         """
-        self._is_closing = True
+        self.abandon(self._running.keys())
         self._turn.end()
         for jobs in self._queues:
             jobs.put(())
@@ -216,9 +220,11 @@ class Blender:
         """Work on a job; it has ended if that says something, or fails."""
         said = None
         try:
-            is_needed = not self._is_closing and job.request_id not in self._abandoned
+            is_needed = not self._running[job.request_id].is_set()
             if is_needed and (said := work(job, *given)) is None:
                 return  # it has only been read
+        except CancelledError:
+            pass
         except Exception as error:  # a failure costs time, never the answer
             words = "a prompt could not be blended (%s: %.200s); vLLM computes it"
             logger.warning(words, type(error).__name__, error)
@@ -233,14 +239,16 @@ class Blender:
         write = partial(self._write, job)
         if job.repair is None:
             return self._blending.load(job.plan, job.stop, write, chunks)
-        done = self._blending.repair(job.plan, job.repair, write, chunks)
+        cancel = self._running[job.request_id]
+        done = self._blending.repair(job.plan, job.repair, write, chunks, cancel)
         return said_of(done, job.repair) | _counts_behind(done["sources"], job.num_exact)
 
     def _write(self, job: Job, layers: Iterable[Sequence[torch.Tensor]]) -> None:
         """Write the rows of all layers to vLLM's cache, between two of its steps."""
         slots = job.slots(self._lm.block_size).to(self._blending.lm.device)
         rows = slice(job.start, job.stop)
-        with self._blending.lm.lock:
+        with self._blending.lm.lock.unless(self._running[job.request_id]):
+            self._blending.check()
             for index, pair in enumerate(layers):
                 keys, values = (x[0, :, rows].transpose(0, 1).contiguous() for x in pair)
                 self._lm.write(index, keys, values, slots)

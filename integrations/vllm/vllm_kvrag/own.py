@@ -91,7 +91,9 @@ class VllmLM(EngineLM):
             name: StandIn(layer, index, rows)
             for index, (name, layer) in enumerate(self._named.items())
         }
-        with self._context(places, dict.fromkeys(places), rows.positions, count > self._most):
+        # Compiled code may copy its inputs to where those of a step go, at a pause.
+        is_eager = count > self._most or self._vllm_config.compilation_config.cudagraph_copy_inputs
+        with self._context(places, dict.fromkeys(places), rows.positions, is_eager):
             hidden = self._forward(ids.flatten(), rows.positions)
             if not logits:
                 return hidden
