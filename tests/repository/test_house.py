@@ -67,7 +67,7 @@ AREAS = {
     "cli": 15_100,
     "evaluate": 7_170,
     "testing": 4_295,
-    "langchain": 16_006,
+    "langchain": 15_717,
     "llama_index": 12_106,
     "ray": 5_025,
     "server": 19_445,

@@ -198,7 +198,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
         engine = await self._aengine(named(kwargs, "model"))
         options = self._options(stop, kwargs)
         timeout_s = self._time_limit(kwargs)
-        is_streamed = run_manager is not None and self.streaming and len(prompts) == 1
+        is_streamed = self.streaming and len(prompts) == 1
         emit = run_manager.on_llm_new_token if run_manager and is_streamed else None
         slots = asyncio.Semaphore(self.max_running)
 
