@@ -245,11 +245,6 @@ class KVRagModel(EngineFields):
         """
         return cls(**{"model": model_id, "task": task, **options})
 
-    @classmethod
-    def from_pretrained_model(cls, model: Any, tokenizer: Any, **options: Any) -> Self:
-        """Use a model and a tokenizer that are loaded already; options are the fields."""
-        return cls(**{"model": model, "tokenizer": tokenizer, **options})
-
     @model_validator(mode="after")
     def _set_kvrag_version(self) -> Self:
         # A method of LangChain's base classes.

@@ -201,15 +201,17 @@ def _joined(parts: Sequence[Any]) -> list[Any]:
 
 def _calls_in(message: ChatMessage) -> list[Any]:
     """Return a message's calls in OpenAI's form; other LLMs' memories keep them beside blocks."""
-    blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
-    if blocks:
-        made = [
-            (b.tool_call_id or "", {"name": b.tool_name, "arguments": b.tool_kwargs})
-            for b in blocks
-        ]
-        return [{"id": id_, "type": "function", "function": function} for id_, function in made]
+    calls = [
+        {
+            "id": block.tool_call_id or "",
+            "type": "function",
+            "function": {"name": block.tool_name, "arguments": block.tool_kwargs},
+        }
+        for block in message.blocks
+        if isinstance(block, ToolCallBlock)
+    ]
     beside = message.additional_kwargs.get("tool_calls") or ()
-    return [call if isinstance(call, Mapping) else call.model_dump() for call in beside]
+    return calls or [call if isinstance(call, Mapping) else call.model_dump() for call in beside]
 
 
 def _accepted(
