@@ -236,11 +236,12 @@ class ChatRequest(Completion):
         if self.limit == 0:
             raise _no_tokens(self)
         if not (self.add_generation_prompt or self.continue_final_message):
-            message = (
+            raise fault(
+                "unsupported_parameter",
                 "add_generation_prompt is false, so nothing would be answered; send "
-                "continue_final_message with it"
+                "continue_final_message with it",
+                "add_generation_prompt",
             )
-            raise fault("unsupported_parameter", message, "add_generation_prompt")
         return self
 
 
@@ -275,8 +276,11 @@ class TextRequest(Completion):
         if self.limit == 0 and not self.echo:
             raise _no_tokens(self)
         if len(self.prompts) * self.n > MAX_CHOICES:
-            message = f"n choices of each prompt are more than {MAX_CHOICES}; send several requests"
-            raise fault("invalid_value", message, "n")
+            raise fault(
+                "invalid_value",
+                f"n choices of each prompt are more than {MAX_CHOICES}; send several requests",
+                "n",
+            )
         return self
 
 

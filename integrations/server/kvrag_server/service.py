@@ -72,8 +72,12 @@ class Service(Desk):
         A request without a name is for the served model.
         """
         if name not in (None, self.name):
-            message = f"the model {name!r} is not served here; ask for {self.name!r}"
-            raise APIError(404, message, "model_not_found", param="model")
+            raise APIError(
+                404,
+                f"the model {name!r} is not served here; ask for {self.name!r}",
+                "model_not_found",
+                param="model",
+            )
 
     def reuse(self, reuse: Reuse, tenant: str | None) -> dict[str, Any]:
         """Return the engine's options of reuse for a request."""
@@ -100,10 +104,10 @@ class Service(Desk):
         limit = body.limit
         most = self.config.max_tokens
         if limit is not None and limit > most:
-            remedy = "ask for less, leave it out, or start the server with a larger --max-tokens"
             raise APIError(
                 400,
-                f"max_tokens is {limit}, and this server gives {most} at most; {remedy}",
+                f"max_tokens is {limit}, and this server gives {most} at most; ask for less, leave "
+                "it out, or start the server with a larger --max-tokens",
                 "invalid_value",
                 param="max_tokens",
             )

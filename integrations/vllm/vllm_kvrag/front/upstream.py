@@ -138,7 +138,7 @@ class Upstream:
         url = self.client.base_url.copy_with(raw_path=target)
         sent = self.client.build_request(request.method, url, headers=headers, content=body)
         try:
-            answer = await unless_gone(
+            answer: httpx.Response = await unless_gone(
                 request, asyncio.create_task(self.client.send(sent, stream=True)), None
             )
         except httpx.TransportError as error:
@@ -146,7 +146,6 @@ class Upstream:
         except (ClientDisconnect, asyncio.CancelledError):
             record.ended = "client_left"
             raise
-        assert isinstance(answer, httpx.Response)
         return answer
 
     async def _parts(
