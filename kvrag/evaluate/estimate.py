@@ -219,12 +219,10 @@ def human_bytes(number: float) -> str:
     >>> human_bytes(23040)
     '22.5 KiB'
     """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(number) < 1024:
-            if number < 1000:
-                return f"{number:.3g} {unit}"
-            return f"{number:.0f} {unit}"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(number) < 1024 or unit == "TiB":
+            break
         number /= 1024
     if number < 1000:
-        return f"{number:.3g} TiB"
-    return f"{number:.0f} TiB"
+        return f"{number:.3g} {unit}"
+    return f"{number:.0f} {unit}"

@@ -273,10 +273,10 @@ class FaissStore(VectorStore):
             store._index = store._faiss.deserialize_index(data) if data.size else None
             store._next = int(head["next"])
             for row in head["documents"]:
-                document = Document(
+                store._documents[row["number"]] = Document(
                     id=row["id"], page_content=row["text"], metadata=row["metadata"]
                 )
-                store._documents[row["number"]], store._numbers[row["id"]] = document, row["number"]
+                store._numbers[row["id"]] = row["number"]
             known = store._faiss.vector_to_array(store._index.id_map).tolist() if data.size else []
             if sorted(known) != sorted(store._documents):
                 raise ValueError(f"{_INDEX_FILE} and {_ROWS_FILE} don't belong together")

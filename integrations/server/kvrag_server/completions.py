@@ -34,6 +34,9 @@ SEND_TIMEOUT_S = 60.0  # a client that reads nothing for this long is dropped
 Piece = tuple[int, str | GenerationResult]
 """Index of a choice with more of its text or, at its end, its result."""
 
+Arrivals = asyncio.Queue[tuple[int, str | GenerationResult | Exception]]
+"""Pieces as they come; an error is the last."""
+
 Body = ChatRequest | TextRequest
 
 # At lower levels it logs the text of every event.
@@ -191,7 +194,7 @@ async def _pieces(
     record: RequestRecord = request.state.record
     deadline = loop.time() + service.config.timeout_s
     timer = service.metrics.timer(record)
-    arrived: asyncio.Queue[tuple[int, str | GenerationResult | Exception]] = asyncio.Queue()
+    arrived = Arrivals()
     streams = [
         service.stream(prompt, body, index, tenant=request.state.tenant)
         for prompt in prompts
@@ -274,7 +277,7 @@ async def _work(
     service: Service,
     request: Request,
     streams: Sequence[AsyncTokenStream | Fitting],
-    arrived: asyncio.Queue[tuple[int, str | GenerationResult | Exception]],
+    arrived: Arrivals,
     timer: Timer,
 ) -> None:
     """Read the streams as soon as a slot is free.

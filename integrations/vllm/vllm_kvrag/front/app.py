@@ -182,8 +182,7 @@ async def _complete(request: Request, tokenise: Tokenise) -> Response:
         body = await run_in_threadpool(
             tokenised, tokenise, planner_of(request), body, options, namespace
         )
-    content = _written(body)
-    return await upstream_of(request).pass_on(request, content, report=report, records=True)
+    return await upstream_of(request).pass_on(request, _written(body), report=report, records=True)
 
 
 def _object(content: bytes) -> dict[str, Any] | None:
