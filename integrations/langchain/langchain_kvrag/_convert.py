@@ -189,9 +189,10 @@ def engine_prefix(prefix: Any, *, is_chat: bool) -> Any:
         Whether the model turns a string prompt into a human message.
     """
     if isinstance(prefix, TemplatePrefix):
-        tools = [convert_to_openai_tool(tool) for tool in prefix.tools]
         return TemplatePrefix(
-            engine_prefix(prefix.template, is_chat=is_chat), prefix.variable, tools
+            engine_prefix(prefix.template, is_chat=is_chat),
+            prefix.variable,
+            [convert_to_openai_tool(tool) for tool in prefix.tools],
         )
     if is_chat and isinstance(prefix, StringPromptTemplate):
         return ChatPromptTemplate.from_messages([HumanMessagePromptTemplate(prompt=prefix)])

@@ -60,7 +60,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
         variables = options.get("chat_template_kwargs")
         self.check_call({"chat_template_kwargs": variables})
         encoder = self.engine.encoder.with_variables(variables)
-        if not getattr(encoder.tokenizer, "chat_template", None):
+        if not encoder.has_chat_template:
             return prompt
         return StringPromptValue(text=encoder.render(chat_messages(prompt.to_messages())))
 

@@ -217,8 +217,9 @@ class KVRagClient(RemoteHost):
     def _precompute(self, documents: list[dict[str, str | None]]) -> PrecomputeReport:
         """Send documents; if they are too large for a request, send the two halves."""
         try:
-            body = {"documents": documents}
-            return self._request("POST", "precompute", REPORT.validate_python, body)
+            return self._request(
+                "POST", "precompute", REPORT.validate_python, {"documents": documents}
+            )
         except _TooLargeError as error:
             if len(documents) > 1:
                 half = len(documents) // 2

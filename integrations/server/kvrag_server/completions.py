@@ -99,8 +99,12 @@ def text_prompt(prompt: str | list[int], reuse: Reuse) -> Prompt:
 
 
 def _chunks(reuse: Reuse) -> list[str | Chunk]:
-    texts = [document.text for document in reuse.documents]
-    return [part for text in texts if text.strip() for part in (Chunk(text), "\n\n")]
+    return [
+        part
+        for document in reuse.documents
+        if document.text.strip()
+        for part in (Chunk(document.text), "\n\n")
+    ]
 
 
 async def _complete(

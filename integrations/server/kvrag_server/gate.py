@@ -91,10 +91,9 @@ class Gate:
         could do that, too, without a preflight request. So requests of pages need the right type,
         or an allowed origin.
         """
-        path = scope["path"]
         plain = {
             **scope,
-            "path": path.rstrip("/") or "/",
+            "path": scope["path"].rstrip("/") or "/",
             "raw_path": scope.get("raw_path", b"").rstrip(b"/") or b"/",
         }
         if scope["method"] == "HEAD":  # the server still leaves out the body

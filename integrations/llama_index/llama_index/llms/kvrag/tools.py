@@ -142,11 +142,13 @@ class ToolCallingLLM(SerialisedLLM):
             return get_program_for_llm(
                 output_cls, prompt, self, self.pydantic_program_mode
             ), options
-        schema = {
-            "name": output_cls.__name__,
-            "schema": output_cls.model_json_schema(schema_generator=_Closed),
+        form = {
+            "type": "json_schema",
+            "json_schema": {
+                "name": output_cls.__name__,
+                "schema": output_cls.model_json_schema(schema_generator=_Closed),
+            },
         }
-        form = {"type": "json_schema", "json_schema": schema}
         # A copy: the program puts its parser into the prompt.
         program = LLMTextCompletionProgram(
             _SchemaAtTheEnd(output_cls), output_cls, prompt.model_copy(), self
