@@ -105,8 +105,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         spaces, linear attention, the keys of a sparse indexer).
     """
     text = config.get("text_config") or config
-    kinds_of_layers = map(str, text.get("layer_types") or ())
-    has_states = any(kind.startswith(KEEP_STATES) for kind in kinds_of_layers)
+    has_states = any(str(kind).startswith(KEEP_STATES) for kind in text.get("layer_types") or ())
     if has_states or any(text.get(name) for name in KEEP_MORE):
         raise ModelError(
             f"architecture {text.get('model_type')!r} does not keep plain keys and values; kvrag "

@@ -231,9 +231,16 @@ class FaissStore(VectorStore):
                 {"number": number, "id": d.id, "text": d.page_content, "metadata": d.metadata}
                 for number, d in self._documents.items()
             ]
-            head = {"format": FORMAT, "metric": self._metric, "next": self._next, "documents": rows}
             try:
-                text = json.dumps(head, ensure_ascii=False)
+                text = json.dumps(
+                    {
+                        "format": FORMAT,
+                        "metric": self._metric,
+                        "next": self._next,
+                        "documents": rows,
+                    },
+                    ensure_ascii=False,
+                )
             except (TypeError, ValueError) as error:
                 raise InputError(
                     f"a document's metadata can't be written as JSON ({error}); keep plain values "

@@ -192,9 +192,9 @@ class Upstream:
 def error_of(told: Mapping[str, Any]) -> KVRagError:
     """Return the error that the worker reports: its message, and the name of its class."""
     kind = getattr(errors, str(told.get("code")), None)
-    if isinstance(kind, type) and issubclass(kind, KVRagError):
-        return kind(str(told["error"]))
-    return KVRagError(str(told["error"]))
+    if not (isinstance(kind, type) and issubclass(kind, KVRagError)):
+        kind = KVRagError
+    return kind(str(told["error"]))
 
 
 def with_record(content: bytes) -> bytes:
