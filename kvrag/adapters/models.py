@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -158,6 +158,11 @@ class EngineFields(BaseModel):
             self.check_model_kwargs()
             check_prove(self.prove)
             check_mode(self.mode, self.max_context)
+
+    @classmethod
+    def from_pretrained_model(cls, model: PreTrainedModel, tokenizer: Any, **options: Any) -> Self:
+        """Use a model and a tokenizer that are loaded already; options are the fields."""
+        return cls(**{"model": model, "tokenizer": tokenizer, **options})
 
     @property
     def source(self) -> ModelSource:

@@ -17,7 +17,6 @@ from kvrag.blend.layout import Layout, Segment, lay_out
 from kvrag.blend.reuse import outcome_of
 from kvrag.config import RepairConfig, check_template_kwargs
 from kvrag.evaluate.calibrate import described, in_words
-from kvrag.generate.request import ReuseOptions
 from kvrag.identity.fingerprint import ids_digest, text_digest
 from kvrag.model.source import ModelSource
 from kvrag.precompute.library import Library
@@ -162,11 +161,6 @@ class StorePlanner:
     def check_ids(self, prompt: object) -> None:
         """Raise :class:`InputError` for token ids that the model can't read."""
         given_ids(prompt, self.prompts.vocab_size)
-
-    @staticmethod
-    def chat(asked: ReuseOptions, variables: Mapping[str, Any]) -> Chat:
-        """Return a request's options for rendering a chat, with variables beside its own."""
-        return asked.chat(variables)
 
     def plan(self, prompt: Prompt, namespace: str, chat: Chat = PLAIN) -> Plan:
         """Plan a prompt, so that its ids are those of the stored chunks.

@@ -226,8 +226,14 @@ def _tables(report: VerifyReport, max_kl: float, min_top1: float) -> tuple[Table
         "repair": report.repair,
         "result": f"{'passed' if report.passed else 'FAILED'}, by the mean KL and the first tokens",
     }
-    columns = ">#|>KL (nats)|first token|answer|exactness|>reused"
-    return grid("Reuse against full prefill", columns, rows), facts("All prompts", totals)
+    return (
+        grid(
+            "Reuse against full prefill",
+            ">#|>KL (nats)|first token|answer|exactness|>reused",
+            rows,
+        ),
+        facts("All prompts", totals),
+    )
 
 
 def _prove(model: str, engine: EngineGroup, *, as_json: bool) -> None:
@@ -270,7 +276,10 @@ def _prove(model: str, engine: EngineGroup, *, as_json: bool) -> None:
         (c.promise, c.claim, c.unit, f"{c.error:.1e}", f"{c.limit:.1e}", verdict[c.passed])
         for c in proof.checks
     ]
-    columns = "promise|claim|unit|>largest difference|>allowed|"
-    checks = grid("Reuse on this model against transformers' own forward", columns, rows)
+    checks = grid(
+        "Reuse on this model against transformers' own forward",
+        "promise|claim|unit|>largest difference|>allowed|",
+        rows,
+    )
     found = {**about, "passed": proof.passed, "proof": proof.to_dict()}
     show(found, checks, facts("The proof", about), as_json=as_json, ok=proof.passed)

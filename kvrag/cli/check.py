@@ -16,6 +16,9 @@ from kvrag.kv.format import BlobRejected, Foreign, OtherVersion
 from kvrag.store import TieredStore
 from kvrag.types import ChunkKey, TextEntry
 
+Holders = dict[tuple[str, str], list[str | None]]
+"""Ids of documents, by the namespace and digest of their texts."""
+
 
 @dataclass(slots=True)
 class FsckReport:
@@ -181,9 +184,9 @@ def copy(
     return counts[0], counts[1], counts[2]
 
 
-def _holders(store: TieredStore) -> dict[tuple[str, str], list[str | None]]:
-    """Return the documents that refer to the texts, by namespace and digest."""
-    found: dict[tuple[str, str], list[str | None]] = {}
+def _holders(store: TieredStore) -> Holders:
+    """Return the documents that refer to the texts."""
+    found = Holders()
     stored = store.catalog.stored(store.catalog.keys())
     for namespace in {chunk.namespace for chunk in stored.values()}:
         for doc_id in store.catalog.documents(namespace):

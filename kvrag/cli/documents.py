@@ -232,5 +232,7 @@ def _prompt(value: Any, where: str) -> Prompt:
         return value  # type: ignore[no-any-return]
     if all(isinstance(v, str) or (isinstance(v, dict) and "chunk" in v) for v in items):
         return [v if isinstance(v, str) else Chunk(v["chunk"]) for v in items]
-    expected = 'write a string, a list of chat messages, or of strings and {"chunk": text}'
-    raise InputError(f"{where} is not a prompt: {expected}")
+    raise InputError(
+        f"{where} is not a prompt: write a string, a list of chat messages, or of strings and "
+        '{"chunk": text}'
+    )

@@ -63,8 +63,9 @@ def estimate(
         "dtype": name,
         "kv_dtype": kept,
         "corpus": counted,
+        "bytes_per_token": per_token,
+        "corpus_bytes": round(per_token * tokens),
     }
-    about |= {"bytes_per_token": per_token, "corpus_bytes": round(per_token * tokens)}
     sizes = facts(f"KV of {model}", _size_rows(shape, name, kept, per_token, counted))
     show(about, sizes, as_json=as_json)
 

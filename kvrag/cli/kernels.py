@@ -32,11 +32,10 @@ def info(as_json: AsJson = False) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     devices = [f"{d['name']} ({d['arch']}): {d['attention']}" for d in found["devices"]]
-    lines = {
-        "devices": devices or ["no CUDA device: torch computes"],
-        "failures": found["failures"] or ["none"],
+    rows = found | {
+        "devices": "\n".join(devices) or "no CUDA device: torch computes",
+        "failures": "\n".join(found["failures"]) or "none",
     }
-    rows = found | {name: "\n".join(each) for name, each in lines.items()}
     show(found, facts("Kernels", rows), as_json=as_json)
 
 
@@ -58,10 +57,9 @@ def build(
 
     for name in arch or []:
         if not re.fullmatch(r"sm_\d{2,3}", name) or capability_of(name) < OLDEST:
-            known = ", ".join(ARCHS)
             raise ConfigError(
-                f"--arch is {name!r}; pass one of {known}, or another from compute capability 7.5 "
-                "on"
+                f"--arch is {name!r}; pass one of {', '.join(ARCHS)}, or another from compute "
+                "capability 7.5 on"
             )
     for dim in head_dim or []:
         if dim not in HEAD_DIMS:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -149,14 +149,14 @@ def _answer_cells(row: Compared) -> tuple[str, ...]:
     return row.question, answers, row.full, row.reuse, f"{row.kl:.4f}", result
 
 
-def _totals(found: Evaluation, num_chunks: int) -> dict[str, str]:
-    """Return the figures of an evaluation as text."""
+def _totals(found: Evaluation, num_chunks: int) -> Given:
+    """Return the figures of an evaluation for people."""
     rows, (low, high) = found.rows, found.lost_interval
     full = fmean(row.full_ttft_ms for row in rows)
     reuse = fmean(row.reuse_ttft_ms for row in rows)
     per_chunk = found.chunk_bytes / max(1, found.num_chunks)
     share = num_chunks / max(1, found.num_chunks)
-    figures: dict[str, Any] = {
+    return {
         "questions": len(rows),
         "score": (
             f"{found.full_score:.3f} by full prefill, {found.reuse_score:.3f} with reuse "
@@ -178,7 +178,6 @@ def _totals(found: Evaluation, num_chunks: int) -> dict[str, str]:
         ),
         "repair": found.repair,
     }
-    return {name: str(value) for name, value in figures.items()}
 
 
 def _share(value: float) -> str:
@@ -291,13 +290,11 @@ def _kept(found: Found, *, is_kept: bool) -> str:
 def _cells(trial: Trial) -> tuple[str, ...]:
     from kvrag.evaluate.calibrate import described
 
-    kl = f"{trial.mean_kl:.4f} ± {trial.kl_error:.4f}"
-    top1 = f"{trial.top1:.1%} ± {trial.top1_error:.1%}"
     return (
         described(trial.repair),
         f"{trial.rows:.1%}",
-        kl,
-        top1,
+        f"{trial.mean_kl:.4f} ± {trial.kl_error:.4f}",
+        f"{trial.top1:.1%} ± {trial.top1_error:.1%}",
         f"{trial.lost:.0%}",
         f"{trial.cost:.1%}",
     )

@@ -191,16 +191,17 @@ def calibrate_repair(
             return trial
 
         found = search(measure, lambda trial: trial.reaches(max_mean_kl, min_top1))
-    versions = {name: version(name) for name in ("kvrag", "torch", "transformers")}
-    about = (
+    profile = Profile(
+        found,
+        max_mean_kl,
+        min_top1,
         prompts,
         chunks_per_prompt,
         seed,
         engine.source.name,
-        versions,
+        {name: version(name) for name in ("kvrag", "torch", "transformers")},
         datetime.now(UTC).date().isoformat(),
     )
-    profile = Profile(found, max_mean_kl, min_top1, *about)
     if keep:
         engine.profile = engine.loaded.fingerprint, profile
         keep_file(profile_file(engine), json.dumps(asdict(profile)))
@@ -244,12 +245,14 @@ def _trial(
         is_same = found.logits.argmax(-1) == reference.logits.argmax(-1)
         layout = _layout(engine, reference.prompt)
         total = found.prompt_tokens
-        costs = (
-            found.repaired_tokens / total,
-            Price(IN_ROWS, repair, num_layers).of_forwards(layout) / total,
+        figures.append(
+            (
+                found.repaired_tokens / total,
+                Price(IN_ROWS, repair, num_layers).of_forwards(layout) / total,
+                float(kl_divergence(reference.logits, found.logits).mean()),
+                float(is_same.double().mean()),
+            )
         )
-        kl = kl_divergence(reference.logits, found.logits).mean()
-        figures.append((*costs, float(kl), float(is_same.double().mean())))
         if reference.is_right and not is_same.all():
             answer = engine.generate(
                 reference.prompt, max_new_tokens=ANSWER_TOKENS, mode="stitch", repair=repair
@@ -278,12 +281,14 @@ def _layout(engine: Engine, prompt: Any) -> Layout:
 
 def profile_file(engine: Engine) -> Path:
     """Return the path of the profile for an engine's model, context and rounding."""
-    kv_dtype = engine.store_config.kv_dtype
-    context = engine.context_digest
-    parts = {"model": engine.loaded.identity.portable, "context": context, "kv_dtype": kv_dtype}
     name = digest(
         "profile",
-        {**{key: text.encode() for key, text in parts.items()}, "version": bytes([VERSION])},
+        {
+            "model": engine.loaded.identity.portable.encode(),
+            "context": engine.context_digest.encode(),
+            "kv_dtype": engine.store_config.kv_dtype.encode(),
+            "version": bytes([VERSION]),
+        },
     )
     return cache_dir() / "profiles" / f"{name}.json"
 

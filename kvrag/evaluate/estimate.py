@@ -105,8 +105,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         spaces, linear attention, the keys of a sparse indexer).
     """
     text = config.get("text_config") or config
-    kinds_of_layers = map(str, text.get("layer_types") or ())
-    has_states = any(kind.startswith(KEEP_STATES) for kind in kinds_of_layers)
+    has_states = any(str(kind).startswith(KEEP_STATES) for kind in text.get("layer_types") or ())
     if has_states or any(text.get(name) for name in KEEP_MORE):
         raise ModelError(
             f"architecture {text.get('model_type')!r} does not keep plain keys and values; kvrag "
@@ -219,12 +218,10 @@ def human_bytes(number: float) -> str:
     >>> human_bytes(23040)
     '22.5 KiB'
     """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(number) < 1024:
-            if number < 1000:
-                return f"{number:.3g} {unit}"
-            return f"{number:.0f} {unit}"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(number) < 1024 or unit == "TiB":
+            break
         number /= 1024
     if number < 1000:
-        return f"{number:.3g} TiB"
-    return f"{number:.0f} TiB"
+        return f"{number:.3g} {unit}"
+    return f"{number:.0f} {unit}"

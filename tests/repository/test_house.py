@@ -63,16 +63,16 @@ ANYONE = {"__init__", "__main__"}
 
 AREAS = {
     "core": 155_860,
-    "adapters": 6_330,
-    "cli": 15_100,
-    "evaluate": 7_170,
+    "adapters": 6_331,
+    "cli": 14_975,
+    "evaluate": 7_095,
     "testing": 4_295,
-    "langchain": 16_006,
-    "llama_index": 12_106,
-    "ray": 5_025,
-    "server": 19_445,
+    "langchain": 15_646,
+    "llama_index": 11_853,
+    "ray": 4_972,
+    "server": 19_170,
     "shared": 3_200,
-    "vllm": 15_045,
+    "vllm": 15_000,
 }
 """Most syntax nodes of each area. The core answers requests and stores chunks: ``kvrag/`` without the rooms that are areas."""
 DEEP_NAMES = {"langchain": 6, "llama_index": 8, "ray": 5, "server": 18, "shared": 8, "vllm": 15}
@@ -142,7 +142,6 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
     },
     "large functions": {
         "kvrag/blend/prefill.py::prefill": 515,
-        "integrations/langchain/langchain_kvrag/_tools.py::structured": 402,
         "kvrag/cli/measure.py::calibrate": 480,
         "kvrag/cli/measure.py::evaluate": 460,
         "kvrag/cli/precompute.py::precompute": 475,

@@ -87,11 +87,7 @@ def key_of(llm: BaseModel, engine: KVRagEngine, options: Mapping[str, Any]) -> s
         If the content of an option can't be told.
     """
     shape = [type(llm).__module__, type(llm).__qualname__]
-    own = {
-        name: getattr(llm, name)
-        for name in type(llm).model_fields
-        if name not in LEFT_OUT and name not in LIVE
-    }
+    own = {name: getattr(llm, name) for name in type(llm).model_fields.keys() - LEFT_OUT - LIVE}
     of_call = {
         name: value
         for name, value in options.items()

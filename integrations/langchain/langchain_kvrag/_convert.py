@@ -39,6 +39,24 @@ _THOUGHTS = ("reasoning", "thinking", "redacted_thinking")
 _CALLS = ("tool_call", "tool_use", "tool_call_chunk", "invalid_tool_call", "function_call")
 _BESIDE = ("refusal", "function_call", "reasoning_content")
 """Fields of OpenAI's messages that LangChain keeps in ``additional_kwargs``."""
+_TOLD = (
+    "exactness",
+    "cached_tokens",
+    "history_tokens",
+    "repaired_tokens",
+    "computed_tokens",
+    "kv_reuse_ratio",
+    "ttft_ms",
+    "total_ms",
+    "tokens_per_s",
+    "timings_ms",
+    "loaded_bytes",
+    "fallback_reason",
+    "has_other_prefix",
+    "evicted_tokens",
+    "kv_dtype",
+)
+"""Fields of a result that its record shows."""
 
 
 def chat_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
@@ -113,15 +131,10 @@ def _parts(block: Any) -> list[Any]:
         or not isinstance(block.get("text"), str)
     ):
         return [block]
-    about = [f"{block[name]}\n" for name in ("title", "context") if block.get(name)]
-    return [*about, *_chunk(block["text"])]
-
-
-def _chunk(text: str) -> list[Chunk]:
-    """Return a document's text as a chunk; a blank text gives no chunk."""
-    if text.strip():
-        return [Chunk(text)]
-    return []
+    parts: list[Any] = [f"{block[name]}\n" for name in ("title", "context") if block.get(name)]
+    if block["text"].strip():
+        parts.append(Chunk(block["text"]))
+    return parts
 
 
 def _thoughts(message: AIMessage) -> str:
@@ -129,12 +142,11 @@ def _thoughts(message: AIMessage) -> str:
 
     The chat template decides whether a later turn sees them.
     """
-    blocks = [
-        block
+    texts = [
+        block.get("reasoning") or block.get("thinking")
         for block in message.content
         if isinstance(block, Mapping) and block.get("type") in _THOUGHTS
     ]
-    texts = [block.get("reasoning") or block.get("thinking") for block in blocks]
     return "\n".join([text for text in texts if isinstance(text, str)])
 
 
@@ -177,9 +189,10 @@ def engine_prefix(prefix: Any, *, is_chat: bool) -> Any:
         Whether the model turns a string prompt into a human message.
     """
     if isinstance(prefix, TemplatePrefix):
-        tools = [convert_to_openai_tool(tool) for tool in prefix.tools]
         return TemplatePrefix(
-            engine_prefix(prefix.template, is_chat=is_chat), prefix.variable, tools
+            engine_prefix(prefix.template, is_chat=is_chat),
+            prefix.variable,
+            [convert_to_openai_tool(tool) for tool in prefix.tools],
         )
     if is_chat and isinstance(prefix, StringPromptTemplate):
         return ChatPromptTemplate.from_messages([HumanMessagePromptTemplate(prompt=prefix)])
@@ -221,9 +234,9 @@ def llm_output(results: Sequence[GenerationResult], model_name: str) -> dict[str
         "prompt_tokens": num_in,
         "completion_tokens": num_out,
         "total_tokens": num_in + num_out,
+        "cached_tokens": sum(r.cached_tokens for r in results),
     }
-    cached = sum(r.cached_tokens for r in results)
-    return {"model_name": short_name(model_name), "token_usage": {**usage, "cached_tokens": cached}}
+    return {"model_name": short_name(model_name), "token_usage": usage}
 
 
 def metadata_of(result: GenerationResult, model_name: str) -> dict[str, Any]:
@@ -232,21 +245,6 @@ def metadata_of(result: GenerationResult, model_name: str) -> dict[str, Any]:
         "model_name": short_name(model_name),
         "model_provider": PROVIDER,
         "finish_reason": result.finish_reason,
-        "kvrag": {
-            "exactness": result.exactness,
-            "cached_tokens": result.cached_tokens,
-            "history_tokens": result.history_tokens,
-            "repaired_tokens": result.repaired_tokens,
-            "computed_tokens": result.computed_tokens,
-            "kv_reuse_ratio": float(result.kv_reuse_ratio),
-            "ttft_ms": float(result.ttft_ms),
-            "total_ms": float(result.total_ms),
-            "tokens_per_s": float(result.tokens_per_s),
-            "timings_ms": {stage: float(ms) for stage, ms in result.timings_ms.items()},
-            "loaded_bytes": int(result.loaded_bytes),
-            "fallback_reason": result.fallback_reason,
-            "has_other_prefix": result.has_other_prefix,
-            "evicted_tokens": result.evicted_tokens,
-            "kv_dtype": result.kv_dtype,
-        },
+        "kvrag": {name: getattr(result, name) for name in _TOLD}
+        | {"timings_ms": dict(result.timings_ms)},
     }

@@ -128,15 +128,12 @@ class KVRagModel(EngineFields):
     def _engine(self, model: Any = None) -> KVRagEngine:
         """Return the engine, or the engine of another model that a single call names."""
         self.check_model_kwargs()  # again: the dict may have been changed since
-        is_other = model is not None and model != self.model
+        own: dict[str, Any] = {}
+        if model is not None and model != self.model:
+            own = {"model": model, "tokenizer": None, "revision": None}
         # String prompts have no head of a chat template.
         is_plain = self.prefix is None and not self._shows_messages
-        return self.open_engine(
-            model=model if is_other else self.model,
-            tokenizer=None if is_other else self.tokenizer,
-            revision=None if is_other else self.revision,
-            prefix="" if is_plain else self.own_prefix(self.prefix),
-        )
+        return self.open_engine(prefix="" if is_plain else self.own_prefix(self.prefix), **own)
 
     def own_prefix(self, prefix: Any) -> Any:
         """Return a prefix as the engine takes it; ``None``: the engine's own."""
@@ -244,11 +241,6 @@ class KVRagModel(EngineFields):
         Options are the fields, or that method's ``pipeline_kwargs`` and so on.
         """
         return cls(**{"model": model_id, "task": task, **options})
-
-    @classmethod
-    def from_pretrained_model(cls, model: Any, tokenizer: Any, **options: Any) -> Self:
-        """Use a model and a tokenizer that are loaded already; options are the fields."""
-        return cls(**{"model": model, "tokenizer": tokenizer, **options})
 
     @model_validator(mode="after")
     def _set_kvrag_version(self) -> Self:

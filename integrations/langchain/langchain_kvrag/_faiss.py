@@ -62,8 +62,10 @@ class FaissStore(VectorStore):
     def add_documents(self, documents: list[Document], *, ids: Any = None, **_: Any) -> list[str]:
         given = [document.id for document in documents] if ids is None else list(ids)
         if len(given) != len(documents):
-            what = f"{len(documents)} documents came with {len(given)} ids"
-            raise InputError(f"{what}; pass one id per document, or none")
+            raise InputError(
+                f"{len(documents)} documents came with {len(given)} ids; pass one id per document, "
+                "or none"
+            )
         if not documents:
             return []
         names = [
@@ -110,14 +112,11 @@ class FaissStore(VectorStore):
                 metric = self._faiss.METRIC_INNER_PRODUCT
             self._index = self._faiss.index_factory(num, "IDMap2,Flat", metric)
         if num != self._index.d:
-            what = (
+            raise InputError(
                 f"the embedding model gives vectors of {num} dimensions, and the index has "
-                f"{self._index.d}"
+                f"{self._index.d}; use the embedding model that the index was built with, or build "
+                "the index again"
             )
-            remedy = (
-                "use the embedding model that the index was built with, or build the index again"
-            )
-            raise InputError(f"{what}; {remedy}")
 
     def documents(self) -> list[Document]:
         """Return all documents, in order of insertion."""
@@ -232,12 +231,21 @@ class FaissStore(VectorStore):
                 {"number": number, "id": d.id, "text": d.page_content, "metadata": d.metadata}
                 for number, d in self._documents.items()
             ]
-            head = {"format": FORMAT, "metric": self._metric, "next": self._next, "documents": rows}
             try:
-                text = json.dumps(head, ensure_ascii=False)
+                text = json.dumps(
+                    {
+                        "format": FORMAT,
+                        "metric": self._metric,
+                        "next": self._next,
+                        "documents": rows,
+                    },
+                    ensure_ascii=False,
+                )
             except (TypeError, ValueError) as error:
-                what = f"a document's metadata can't be written as JSON ({error})"
-                raise InputError(f"{what}; keep plain values in it") from error
+                raise InputError(
+                    f"a document's metadata can't be written as JSON ({error}); keep plain values "
+                    "in it"
+                ) from error
             if self._index is None:
                 index = b""
             else:
@@ -264,26 +272,27 @@ class FaissStore(VectorStore):
             head = json.loads(Path(folder, _ROWS_FILE).read_bytes())
             data = np.frombuffer(Path(folder, _INDEX_FILE).read_bytes(), dtype=np.uint8)
             if head["format"] > FORMAT:
-                newer = (
-                    f"{os.fspath(folder)!r} was saved by a newer kvrag (format {head['format']})"
+                raise StoreFormatError(
+                    f"{os.fspath(folder)!r} was saved by a newer kvrag (format {head['format']}); "
+                    "update kvrag"
                 )
-                raise StoreFormatError(f"{newer}; update kvrag")
             store = cls(embedding, metric=head["metric"])
             store._index = store._faiss.deserialize_index(data) if data.size else None
             store._next = int(head["next"])
             for row in head["documents"]:
-                document = Document(
+                store._documents[row["number"]] = Document(
                     id=row["id"], page_content=row["text"], metadata=row["metadata"]
                 )
-                store._documents[row["number"]], store._numbers[row["id"]] = document, row["number"]
+                store._numbers[row["id"]] = row["number"]
             known = store._faiss.vector_to_array(store._index.id_map).tolist() if data.size else []
             if sorted(known) != sorted(store._documents):
                 raise ValueError(f"{_INDEX_FILE} and {_ROWS_FILE} don't belong together")
         except StoreFormatError:
             raise
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            fault = f"{os.fspath(folder)!r} holds no usable vector store ({error!r})"
-            raise StoreError(f"{fault}; save it again") from error
+            raise StoreError(
+                f"{os.fspath(folder)!r} holds no usable vector store ({error!r}); save it again"
+            ) from error
         return store
 
 
@@ -292,8 +301,10 @@ def _matches(metadata: dict[str, Any], where: Any) -> bool:
         return bool(where(metadata))
     for name, wanted in where.items():
         if name.startswith("$") or isinstance(wanted, dict):
-            what = f"the filter holds {name!r}: {wanted!r}; operators are not known here"
-            raise ConfigError(f"{what}, pass values, lists of them, or a function of the metadata")
+            raise ConfigError(
+                f"the filter holds {name!r}: {wanted!r}; operators are not known here, pass "
+                "values, lists of them, or a function of the metadata"
+            )
         if metadata.get(name) not in (
             wanted if isinstance(wanted, (list, tuple, set)) else [wanted]
         ):

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from numbers import Integral
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from uuid import UUID
 
 from langchain_core.documents import Document
@@ -28,7 +28,7 @@ def as_list(given: Iterable[T] | None) -> list[T] | None:
     if given is None:
         return None
     if isinstance(given, str):
-        return [cast(T, given)]
+        return [given]  # type: ignore[list-item]  # T is a string then
     return list(given)
 
 

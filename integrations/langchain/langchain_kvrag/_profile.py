@@ -33,10 +33,10 @@ def profile_of(llm: EngineFields) -> ModelProfile:
     if window:
         profile["max_input_tokens"] = window
     template = _has_template(source)
-    is_constrained = find_spec("llguidance") is not None
     if template is not None:
         calls = template and getattr(type(llm), "bind_tools", None) is not BaseChatModel.bind_tools
-        profile["tool_calling"], profile["tool_choice"] = calls, calls and is_constrained
+        profile["tool_calling"] = calls
+        profile["tool_choice"] = calls and find_spec("llguidance") is not None
         # Else agents would bind the schema to every call, which leaves no room for calls of tools;
         # with False, they make the schema a tool.
         profile["structured_output"] = False

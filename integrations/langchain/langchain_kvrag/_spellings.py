@@ -67,14 +67,12 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 def named(options: Mapping[str, Any], kind: str) -> Any:
     """Return the value of kvrag's option ``kind`` under any of its names, if given."""
-    given = [
+    given = (
         value
         for name, value in options.items()
         if ALIASES.get(name, name) == kind and value is not None
-    ]
-    if given:
-        return given[0]
-    return None
+    )
+    return next(given, None)
 
 
 def understood(options: Mapping[str, Any], *, of: str) -> dict[str, Any]:
@@ -134,15 +132,12 @@ def _flat(options: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, An
 
 def _of_pipeline(pipeline: Any) -> dict[str, Any]:
     """Return the parts of a transformers pipeline, and its options for answers."""
-    told = {
-        **getattr(pipeline, "_generate_kwargs", {}),
-        **pipeline._forward_params,
-        **pipeline._preprocess_params,
-    }
     kind = pipeline._postprocess_params.get("return_type")
     full = {} if kind is None else {"return_full_text": kind.name != "NEW_TEXT"}
     return {
-        **told,
+        **getattr(pipeline, "_generate_kwargs", {}),
+        **pipeline._forward_params,
+        **pipeline._preprocess_params,
         **full,
         "task": pipeline.task,
         "model": pipeline.model,
@@ -153,24 +148,26 @@ def _of_pipeline(pipeline: Any) -> dict[str, Any]:
 def _take_sampling(out: dict[str, Any]) -> None:
     """Turn ``do_sample`` into a temperature: 0 if false; 1 if true and no temperature was given."""
     is_sampling = out.pop("do_sample", None)
-    temperature = out.get("temperature")
-    if is_sampling is not None and temperature is not None and bool(temperature) != is_sampling:
-        raise ConfigError(
-            f"do_sample is {is_sampling}, and temperature is {temperature!r}; pass one of them"
-        )
-    if is_sampling is not None and temperature is None:
+    if is_sampling is None:
+        return
+    if "temperature" not in out:
         out["temperature"] = float(is_sampling)
+    elif bool(out["temperature"]) != is_sampling:
+        raise ConfigError(
+            f"do_sample is {is_sampling}, and temperature is {out['temperature']!r}; pass one of "
+            "them"
+        )
 
 
 def _take_device(out: dict[str, Any]) -> None:
     """Turn ``device_map`` into a device, unless it splits the model; -1 is the CPU."""
     wanted = out.pop("device_map", None)
-    if wanted is not None and out.get("device") is not None:
+    if wanted is not None and "device" in out:
         raise ConfigError(
             f"device is {out['device']!r}, and device_map is {wanted!r}; pass one of them"
         )
     if isinstance(wanted, dict) or wanted in ("balanced", "balanced_low_0", "sequential"):
-        out["model_kwargs"] = {**(out.get("model_kwargs") or {}), "device_map": wanted}
+        out["model_kwargs"] = {**out.get("model_kwargs", {}), "device_map": wanted}
     elif wanted not in (None, "auto"):  # "auto" is the default: CUDA if available
         out["device"] = wanted
     if out.get("device") == -1:

@@ -214,8 +214,9 @@ def structured(
     parsed = RunnablePassthrough.assign(
         parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
     )
-    failed = RunnablePassthrough.assign(parsed=lambda _: None)
-    return RunnableMap(raw=asking) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+    return RunnableMap(raw=asking) | parsed.with_fallbacks(
+        [RunnablePassthrough.assign(parsed=lambda _: None)], exception_key="parsing_error"
+    )
 
 
 def _json_schema(schema: Any, strict: bool | None) -> dict[str, Any]:

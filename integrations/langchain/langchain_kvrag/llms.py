@@ -60,7 +60,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
         variables = options.get("chat_template_kwargs")
         self.check_call({"chat_template_kwargs": variables})
         encoder = self.engine.encoder.with_variables(variables)
-        if not getattr(encoder.tokenizer, "chat_template", None):
+        if not encoder.has_chat_template:
             return prompt
         return StringPromptValue(text=encoder.render(chat_messages(prompt.to_messages())))
 
@@ -198,7 +198,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
         engine = await self._aengine(named(kwargs, "model"))
         options = self._options(stop, kwargs)
         timeout_s = self._time_limit(kwargs)
-        is_streamed = run_manager is not None and self.streaming and len(prompts) == 1
+        is_streamed = self.streaming and len(prompts) == 1
         emit = run_manager.on_llm_new_token if run_manager and is_streamed else None
         slots = asyncio.Semaphore(self.max_running)
 

@@ -327,23 +327,21 @@ class KVRagVectorStore(VectorStore):
         except KVRagError as error:
             if self._on_error == "raise":
                 raise
-            what = (
+            warnings.warn(
                 f"the KV of {len(ids)} deleted or replaced document(s) could not be erased: "
-                f"{error}; run sync_kv"
+                f"{error}; run sync_kv",
+                UserWarning,
+                stacklevel=4,
             )
-            warnings.warn(what, UserWarning, stacklevel=4)
 
     def _warn_of_unknown(self) -> None:
         """Warn, a single time, that a deletion may have left KV."""
         if self._has_warned:
             return
         self._has_warned = True
-        what = (
-            f"{type(self.inner).__name__} can't list its documents, so the KV of those that were "
-            "deleted stays"
-        )
         warnings.warn(
-            f"{what}; delete by ids, or run sync_kv with the documents that are left",
+            f"{type(self.inner).__name__} can't list its documents, so the KV of those that were "
+            "deleted stays; delete by ids, or run sync_kv with the documents that are left",
             UserWarning,
             stacklevel=4,
         )
@@ -398,10 +396,9 @@ class KVRagVectorStore(VectorStore):
             raise AttributeError(name)
         found = getattr(self.inner, name)
         if _CHANGES.match(name) and callable(found):
-            of = type(self.inner).__name__
-            way = "add_documents and delete, or store.inner's method and then llm.sync_kv(store)"
             raise AttributeError(
-                f"{name} of {of} would change documents, and not their KV; use {way}"
+                f"{name} of {type(self.inner).__name__} would change documents, and not their KV; "
+                "use add_documents and delete, or store.inner's method and then llm.sync_kv(store)"
             )
         return found
 

@@ -57,9 +57,15 @@ def _of_replicas(config: ServingConfig) -> dict[str, Any]:
     }
     if least == most:
         return options | {"num_replicas": least}
-    policy = {"policy_function": "kvrag_ray.router:by_queue"}
-    scale = {"target_ongoing_requests": server.max_running, "policy": policy, **config.autoscaling}
-    return options | {"autoscaling_config": {"min_replicas": least, "max_replicas": most, **scale}}
+    return options | {
+        "autoscaling_config": {
+            "min_replicas": least,
+            "max_replicas": most,
+            "target_ongoing_requests": server.max_running,
+            "policy": {"policy_function": "kvrag_ray.router:by_queue"},
+            **config.autoscaling,
+        }
+    }
 
 
 def _config(options: Mapping[str, Any]) -> ServingConfig:

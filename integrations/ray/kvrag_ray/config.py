@@ -93,14 +93,13 @@ class ServingConfig:
 
     def open_library(self) -> Library:
         """Return the documents of the store, without a model."""
-        namespace = self.engine.get("namespace", "default")
-        return Library(self.kv_dir, namespace=namespace, store_config=self.store_config)
+        return Library(
+            self.kv_dir,
+            namespace=self.engine.get("namespace", "default"),
+            store_config=self.store_config,
+        )
 
     def open(self) -> KVRagEngine:
         """Return an engine; its model is loaded at first use."""
-        own = {
-            "kv_dir": self.kv_dir,
-            "store_config": self.store_config,
-            "repair": self.repair,
-        }
+        own = {"kv_dir": self.kv_dir, "store_config": self.store_config, "repair": self.repair}
         return KVRagEngine.from_pretrained(self.model, **{**self.engine, **own})

@@ -57,8 +57,11 @@ class Workers:
         least, most = (count, count) if isinstance(count, int) else count
         if cpus is None:
             cpus = min(1.0, max(have.get("CPU", 1) - 1, 0.5) / most)
-        pool = ray.data.ActorPoolStrategy(min_size=least, max_size=most)
-        return {"compute": pool, "num_cpus": cpus, "num_gpus": gpus or None}
+        return {
+            "compute": ray.data.ActorPoolStrategy(min_size=least, max_size=most),
+            "num_cpus": cpus,
+            "num_gpus": gpus or None,
+        }
 
 
 class Worker:
@@ -160,10 +163,10 @@ def precompute_dataset(
     # Wrong options raise here, before workers start.
     with closing(KVRagEngine.from_pretrained(**options)) as engine:
         options |= {"kv_dir": engine.kv_dir, "store_config": engine.store_config}
-    how = {
-        "batch_size": CHUNKS_PER_CALL,
-        "batch_format": "numpy",
+    return ds.map_batches(
+        Worker,
+        batch_size=CHUNKS_PER_CALL,
+        batch_format="numpy",
+        fn_constructor_kwargs={"columns": (text, id), "options": options, "run": dict(run or {})},
         **(workers or Workers()).options(),
-    }
-    with_what = {"columns": (text, id), "options": options, "run": dict(run or {})}
-    return ds.map_batches(Worker, fn_constructor_kwargs=with_what, **how)
+    )

@@ -73,13 +73,9 @@ class Front:
         try:
             start = await anext(messages)
         except (*LOST, BackPressureError):
-            told = APIError(
-                503,
-                "no replica answers; retry later",
-                "no_replica",
-                headers={"Retry-After": "1"},
-            )
-            return told.response
+            return APIError(
+                503, "no replica answers; retry later", "no_replica", headers={"Retry-After": "1"}
+            ).response
         response = StreamingResponse(
             (message.get("body", b"") async for message in messages), start["status"]
         )
@@ -96,12 +92,9 @@ class Front:
         replica that holds the chat's history gets every turn.
         """
         try:
-            if self._server.api_keys:
-                tenant = self._server.tenant_of(
-                    headers.get("authorization", ""), headers.get("x-api-key", "")
-                )
-            else:
-                tenant = None
+            tenant = self._server.tenant_of(
+                headers.get("authorization", ""), headers.get("x-api-key", "")
+            )
             namespace = self._library.namespace + ("" if tenant is None else f"/{tenant}")
             found = texts(json.loads(body))
             spans = self._chunks.scanner(self._library, namespace)

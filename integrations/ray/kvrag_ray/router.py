@@ -26,10 +26,9 @@ def by_owner(keys: Iterable[str], replicas: Iterable[str]) -> list[str]:
     """
     replicas = sorted(replicas)
     keys = sorted(set(keys))
-    if replicas:
-        owned = Counter(max(replicas, key=lambda replica: _hash(key, replica)) for key in keys)
-    else:
-        owned = Counter[str]()
+    if not replicas:
+        return []
+    owned = Counter(max(replicas, key=lambda replica: _hash(key, replica)) for key in keys)
     return sorted(replicas, key=lambda replica: (-owned[replica], _hash(*keys, replica)))
 
 

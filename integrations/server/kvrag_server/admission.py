@@ -52,11 +52,12 @@ class Admission:
             and self._max_per_key is not None
             and self._of_tenant[tenant] >= self._max_per_key
         ):
-            message = (
+            raise self._refusal(
                 f"{self._of_tenant[tenant]} requests of this key are under way; wait for one of "
-                "them"
+                "them",
+                "rate_limit_exceeded",
+                429,
             )
-            raise self._refusal(message, "rate_limit_exceeded", 429)
 
     def _refusal(self, message: str, code: str, status: int = 503) -> APIError:
         return APIError(status, message, code, headers={"Retry-After": str(self.retry_after_s)})

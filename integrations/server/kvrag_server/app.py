@@ -145,18 +145,14 @@ async def metrics(request: Request) -> Response:
 
 def _model_object(service: Service) -> dict[str, Any]:
     """Describe the model as OpenAI does, and its context window as vLLM does."""
-    window = service.engine.loaded.lm.context_window
-    card = {
+    return {
         "id": service.name,
         "object": "model",
         "created": service.created,
         "owned_by": "kvrag",
-    }
-    return {
-        **card,
         "root": service.name,
         "parent": None,
-        "max_model_len": window,
+        "max_model_len": service.engine.loaded.lm.context_window,
     }
 
 

@@ -190,17 +190,16 @@ class KVRagClient(RemoteHost):
                 "the prompt is neither text, chat messages nor token ids; write its segments as "
                 "one text"
             )
-        reuse = {
-            "mode": mode,
-            "repair": asdict(repair) if is_dataclass(repair) else repair,
-            "max_context": max_context,
-        }
         body = {
             "messages" if kinds == {dict} else "prompt": prompt,
             "tools": tools,
             "chat_template_kwargs": chat_template_kwargs,
             "continue_final_message": continue_final_message,
-            "kvrag": reuse,
+            "kvrag": {
+                "mode": mode,
+                "repair": asdict(repair) if is_dataclass(repair) else repair,
+                "max_context": max_context,
+            },
         }
         return self._request("POST", "explain", Explanation.of, body)
 
@@ -218,8 +217,9 @@ class KVRagClient(RemoteHost):
     def _precompute(self, documents: list[dict[str, str | None]]) -> PrecomputeReport:
         """Send documents; if they are too large for a request, send the two halves."""
         try:
-            body = {"documents": documents}
-            return self._request("POST", "precompute", REPORT.validate_python, body)
+            return self._request(
+                "POST", "precompute", REPORT.validate_python, {"documents": documents}
+            )
         except _TooLargeError as error:
             if len(documents) > 1:
                 half = len(documents) // 2
@@ -286,14 +286,14 @@ class KVRagClient(RemoteHost):
             ) from None
 
     def _unreachable(self, error: Exception) -> StoreError:
-        reason = str(error) or type(error).__name__
         if isinstance(error, httpx.ReadTimeout):
             return StoreError(
                 f"{self.base_url} has not answered within {self.timeout_s:g} s; raise timeout_s of "
                 "KVRagClient, or look at the server's load"
             )
         return StoreError(
-            f"{self.base_url} can't be reached ({reason}); start the server, or correct the address"
+            f"{self.base_url} can't be reached ({str(error) or type(error).__name__}); start the "
+            "server, or correct the address"
         )
 
     def _fault(self, response: httpx.Response) -> KVRagError:

@@ -147,9 +147,11 @@ def run(app: Any, listening: socket.socket, *, drain_s: float, log_format: str) 
 
     # uvicorn raises the signal again after the last answer; the store must still be closed then.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    grace_s = int(drain_s) + 5
     options = uvicorn.Config(
-        app, timeout_graceful_shutdown=grace_s, access_log=False, log_config=log_config(log_format)
+        app,
+        timeout_graceful_shutdown=int(drain_s) + 5,
+        access_log=False,
+        log_config=log_config(log_format),
     )
     with suppress(KeyboardInterrupt):
         _server_of(options, app).run(sockets=[listening])

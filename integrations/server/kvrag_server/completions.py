@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -33,6 +33,9 @@ SEND_TIMEOUT_S = 60.0  # a client that reads nothing for this long is dropped
 
 Piece = tuple[int, str | GenerationResult]
 """Index of a choice with more of its text or, at its end, its result."""
+
+Arrivals = asyncio.Queue[tuple[int, str | GenerationResult | Exception]]
+"""Pieces as they come; an error is the last."""
 
 Body = ChatRequest | TextRequest
 
@@ -65,11 +68,13 @@ def chat_prompt(messages: Sequence[Message], reuse: Reuse) -> Prompt:
     if reuse.documents:
         users = [message for message in dicts if message["role"] in ("user", "human")]
         if not users:
-            message = (
+            raise APIError(
+                400,
                 "kvrag.documents go before the last user message, and there is none; send one, or "
-                "leave them out"
+                "leave them out",
+                "invalid_value",
+                param="kvrag.documents",
             )
-            raise APIError(400, message, "invalid_value", param="kvrag.documents")
         content = users[-1]["content"] or ""
         users[-1]["content"] = [
             *_chunks(reuse),
@@ -83,17 +88,23 @@ def text_prompt(prompt: str | list[int], reuse: Reuse) -> Prompt:
     if not reuse.documents:
         return prompt
     if not isinstance(prompt, str):
-        message = (
+        raise APIError(
+            400,
             "kvrag.documents go before text, and this prompt is token ids; send it as text, or "
-            "leave the documents out"
+            "leave the documents out",
+            "unsupported_parameter",
+            param="kvrag.documents",
         )
-        raise APIError(400, message, "unsupported_parameter", param="kvrag.documents")
     return [*_chunks(reuse), prompt]
 
 
 def _chunks(reuse: Reuse) -> list[str | Chunk]:
-    texts = [document.text for document in reuse.documents]
-    return [part for text in texts if text.strip() for part in (Chunk(text), "\n\n")]
+    return [
+        part
+        for document in reuse.documents
+        if document.text.strip()
+        for part in (Chunk(document.text), "\n\n")
+    ]
 
 
 async def _complete(
@@ -114,20 +125,17 @@ async def _complete(
     if not body.stream:
         async with aclosing(pieces):
             results = await unless_gone(request, asyncio.create_task(_results(pieces)), None)
-            assert results is not None
         tokenizer = service.engine.tokenizer
         choices = [
             shape.whole(index, result, tokenizer, echo[index] if echo else "")
-            for index, result in sorted(results.items())
+            for index, result in enumerate(results)
         ]
-        made = [results[index] for index in sorted(results)]
-        usage = usage_of(made, body.n, tokenizer if body.kvrag.trace else None)
         return JSONResponse(
             {
                 **head,
                 "object": shape.object,
                 "choices": choices,
-                **usage,
+                **usage_of(results, body.n, tokenizer if body.kvrag.trace else None),
             }
         )
     first: asyncio.Task[Piece] = asyncio.create_task(pieces.asend(None))
@@ -135,17 +143,8 @@ async def _complete(
     if first.done():
         first.result()  # an error before the first byte has a status of its own
     logprobs = LogprobStream(service.engine.tokenizer, is_chat=shape.is_chat, echo=echo)
-    events = _events(
-        shape,
-        body,
-        head,
-        first,
-        pieces,
-        logprobs,
-        record,
-    )
     return EventSourceResponse(
-        events,
+        _events(shape, body, head, first, pieces, logprobs, record),
         ping=PING_S,
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         send_timeout=SEND_TIMEOUT_S,
@@ -153,8 +152,10 @@ async def _complete(
     )
 
 
-async def _results(pieces: AsyncIterator[Piece]) -> dict[int, GenerationResult]:
-    return {index: piece async for index, piece in pieces if isinstance(piece, GenerationResult)}
+async def _results(pieces: AsyncIterator[Piece]) -> list[GenerationResult]:
+    """Return the results of the choices, in order."""
+    found = {index: piece async for index, piece in pieces if isinstance(piece, GenerationResult)}
+    return [found[index] for index in sorted(found)]
 
 
 async def unless_gone(request: Request, task: asyncio.Task[Any], timeout_s: float | None) -> Any:
@@ -194,10 +195,10 @@ async def _pieces(
     ends all choices.
     """
     loop = asyncio.get_running_loop()
-    record = cast(RequestRecord, request.state.record)
+    record: RequestRecord = request.state.record
     deadline = loop.time() + service.config.timeout_s
     timer = service.metrics.timer(record)
-    arrived: asyncio.Queue[tuple[int, str | GenerationResult | Exception]] = asyncio.Queue()
+    arrived = Arrivals()
     streams = [
         service.stream(prompt, body, index, tenant=request.state.tenant)
         for prompt in prompts
@@ -280,7 +281,7 @@ async def _work(
     service: Service,
     request: Request,
     streams: Sequence[AsyncTokenStream | Fitting],
-    arrived: asyncio.Queue[tuple[int, str | GenerationResult | Exception]],
+    arrived: Arrivals,
     timer: Timer,
 ) -> None:
     """Read the streams as soon as a slot is free.
@@ -322,15 +323,7 @@ async def _events(
     def event(choices: list[dict[str, Any]], **more: Any) -> ServerSentEvent:
         usage = {"usage": None} if wants_usage else {}
         return ServerSentEvent(
-            json.dumps(
-                {
-                    **head,
-                    "object": kind,
-                    "choices": choices,
-                    **usage,
-                    **more,
-                }
-            )
+            json.dumps({**head, "object": kind, "choices": choices, **usage, **more})
         )
 
     begun = set()

@@ -83,11 +83,10 @@ class ServerConfig:
                 )
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                wanted = (
-                    "write scheme and host, as https://chat.example.com or http://localhost:3000, "
-                    "without a path, or '*'"
+                raise ConfigError(
+                    f"ServerConfig.cors_origins holds {origin!r}; write scheme and host, as "
+                    "https://chat.example.com or http://localhost:3000, without a path, or '*'"
                 )
-                raise ConfigError(f"ServerConfig.cors_origins holds {origin!r}; {wanted}")
 
     def answers_to(self, host: str, address: str) -> bool:
         """Whether a request to ``host``, a name or an address, is meant for this server.

@@ -7,7 +7,7 @@ import json
 import logging
 import traceback
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -136,26 +136,24 @@ async def _on_error(request: Request, error: Exception) -> JSONResponse:
     return _answer(request, as_api_error(error))
 
 
-async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
+async def _on_invalid(request: Request, error: Any) -> JSONResponse:
     """Answer 400 with the first fault of a body: OpenAI's clients know no 422."""
-    invalid = cast(RequestValidationError, error)
-    return _answer(request, refusal(invalid.errors(), invalid.body))
+    return _answer(request, refusal(error.errors(), error.body))
 
 
-async def _on_http(request: Request, error: Exception) -> JSONResponse:
-    fault = cast(HTTPException, error)
-    if isinstance(fault.__cause__, APIError):  # raised while FastAPI read the body
-        return _answer(request, fault.__cause__)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(fault.status_code, "invalid_request")
-    sentence = f"{fault.detail}; /docs lists the endpoints"
-    if fault.status_code == 404:
+async def _on_http(request: Request, error: Any) -> JSONResponse:
+    if isinstance(error.__cause__, APIError):  # raised while FastAPI read the body
+        return _answer(request, error.__cause__)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
+    sentence = f"{error.detail}; /docs lists the endpoints"
+    if error.status_code == 404:
         sentence = (
-            f"there is nothing at this path ({fault.detail}); the API is under /v1, and /docs "
+            f"there is nothing at this path ({error.detail}); the API is under /v1, and /docs "
             "lists it"
         )
-    elif fault.status_code == 400:  # of FastAPI, which could not decode the body
+    elif error.status_code == 400:  # of FastAPI, which could not decode the body
         sentence = "the body is no text in UTF-8; send one JSON object"
-    return _answer(request, APIError(fault.status_code, sentence, code))
+    return _answer(request, APIError(error.status_code, sentence, code))
 
 
 def refusal(errors: Iterable[Mapping[str, Any]], body: Any) -> APIError:
@@ -166,11 +164,12 @@ def refusal(errors: Iterable[Mapping[str, Any]], body: Any) -> APIError:
     kind = error["type"]
     param = ".".join(place) or None
     if kind == "json_invalid":
-        at = error["loc"][-1]
-        sentence = (
-            f"the body is no JSON ({error['ctx']['error']} at character {at}); send one JSON object"
+        return APIError(
+            400,
+            f"the body is no JSON ({error['ctx']['error']} at character {error['loc'][-1]}); send "
+            "one JSON object",
+            "invalid_json",
         )
-        return APIError(400, sentence, "invalid_json")
     if kind in _OF_FIELDS:
         name = ".".join([*place, error["ctx"]["field"]])
         return APIError(

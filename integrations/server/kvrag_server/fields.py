@@ -163,14 +163,12 @@ REMEDIES: dict[str, str] = {
 """Remedies for fields that are refused."""
 
 _HARMLESS = frozenset(name for names in HINTS.values() for name in names)
-_NOTHING: tuple[Any, ...] = (None, "", [], {})
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
 def asks_for_nothing(value: Any) -> bool:
     """Whether a value is null, false, zero or empty."""
-    return any(value == nothing for nothing in _NOTHING) or (
-        isinstance(value, (bool, int, float)) and not value
-    )
+    return value in _NOTHING
 
 
 def understood(data: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

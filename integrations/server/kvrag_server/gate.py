@@ -80,11 +80,8 @@ class Gate:
             route = scope.get("route")  # a route's path: paths of requests are unlimited in number
             record.endpoint = getattr(route, "path", "none")
             self._count(record)
-            record.log(
-                self._tracer.write(
-                    record, {name.decode("latin-1"): headers[name] for name in headers}
-                )
-            )
+            named = {name.decode("latin-1"): value for name, value in headers.items()}
+            record.log(self._tracer.write(record, named))
 
     def _plain(self, scope: Scope) -> Scope:
         """Return a request in the form that the routes expect.
@@ -94,10 +91,9 @@ class Gate:
         could do that, too, without a preflight request. So requests of pages need the right type,
         or an allowed origin.
         """
-        path = scope["path"]
         plain = {
             **scope,
-            "path": path.rstrip("/") or "/",
+            "path": scope["path"].rstrip("/") or "/",
             "raw_path": scope.get("raw_path", b"").rstrip(b"/") or b"/",
         }
         if scope["method"] == "HEAD":  # the server still leaves out the body
@@ -133,12 +129,13 @@ class Gate:
         except ValueError:
             host = ""
         if not self._config.answers_to(host, (scope.get("server") or ("",))[0]):
-            message = (
+            raise APIError(
+                421,
                 f"the header Host is {given[:200]!r}, which is not a name of this server without "
                 "API keys; start it with --allowed-host NAME (ServerConfig.allowed_hosts), or set "
-                "API keys"
+                "API keys",
+                "host_not_allowed",
             )
-            raise APIError(421, message, "host_not_allowed")
 
     def _tenant(self, path: str, headers: dict[bytes, str]) -> str | None:
         """Return the tenant of the request's key; raise ``APIError`` without a known key."""
@@ -149,11 +146,13 @@ class Gate:
             headers.get(b"authorization", ""), headers.get(b"x-api-key", "")
         )
         if tenant is None:
-            message = (
+            raise APIError(
+                401,
                 "the API key is missing or unknown; "
-                "send 'Authorization: Bearer KEY', or 'x-api-key: KEY'"
+                "send 'Authorization: Bearer KEY', or 'x-api-key: KEY'",
+                "invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
             )
-            raise APIError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return tenant
 
     def _limited(self, headers: dict[bytes, str], receive: Receive) -> Receive:

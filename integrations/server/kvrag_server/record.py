@@ -174,9 +174,11 @@ class Tracer:
             stages.insert(0, (0, "queue", record.start_s, record.start_s + record.queue_s))
         inside = api.set_span_in_context(span)
         for index, name, start_s, end_s in stages:
-            own = {"kvrag.choice": index}
             child = self._tracer.start_span(
-                f"kvrag.{name}", context=inside, start_time=at(start_s), attributes=own
+                f"kvrag.{name}",
+                context=inside,
+                start_time=at(start_s),
+                attributes={"kvrag.choice": index},
             )
             child.end(end_time=at(end_s))
         span.end(end_time=end)

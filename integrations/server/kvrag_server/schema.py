@@ -139,6 +139,9 @@ def _or_none(*nothing: Any) -> BeforeValidator:
 _shallow = BeforeValidator(lambda value: without_nulls(value, levels=2))
 """Validator that drops nulls outside JSON schemas."""
 
+Tools = Annotated[list[dict[str, Any]] | None, _shallow]
+Limit = Annotated[int | None, Field(ge=0), _or_none(-1)]
+
 
 class Completion(_Foreign):
     """Fields that ``/v1/chat/completions`` and ``/v1/completions`` share."""
@@ -146,8 +149,8 @@ class Completion(_Foreign):
     model: Annotated[str | None, _or_none("")] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int | None, Field(ge=0), _or_none(-1)] = None
-    max_completion_tokens: Annotated[int | None, Field(ge=0), _or_none(-1)] = None
+    max_tokens: Limit = None
+    max_completion_tokens: Limit = None
     min_tokens: int | None = Field(default=None, ge=0)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
@@ -198,7 +201,7 @@ class ChatRequest(Completion):
     messages: list[Message] = Field(min_length=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: Annotated[list[dict[str, Any]] | None, _shallow] = None
+    tools: Tools = None
     tool_choice: Annotated[str | dict[str, Any] | None, _shallow, _or_none("", {})] = None
     parallel_tool_calls: bool = True
     response_format: Annotated[dict[str, Any] | None, _shallow, _or_none("", {})] = None
@@ -236,11 +239,12 @@ class ChatRequest(Completion):
         if self.limit == 0:
             raise _no_tokens(self)
         if not (self.add_generation_prompt or self.continue_final_message):
-            message = (
+            raise fault(
+                "unsupported_parameter",
                 "add_generation_prompt is false, so nothing would be answered; send "
-                "continue_final_message with it"
+                "continue_final_message with it",
+                "add_generation_prompt",
             )
-            raise fault("unsupported_parameter", message, "add_generation_prompt")
         return self
 
 
@@ -275,8 +279,11 @@ class TextRequest(Completion):
         if self.limit == 0 and not self.echo:
             raise _no_tokens(self)
         if len(self.prompts) * self.n > MAX_CHOICES:
-            message = f"n choices of each prompt are more than {MAX_CHOICES}; send several requests"
-            raise fault("invalid_value", message, "n")
+            raise fault(
+                "invalid_value",
+                f"n choices of each prompt are more than {MAX_CHOICES}; send several requests",
+                "n",
+            )
         return self
 
 
@@ -304,7 +311,7 @@ class ExplainRequest(_Body):
 
     messages: list[Message] | None = None
     prompt: str | Tokens | None = None
-    tools: Annotated[list[dict[str, Any]] | None, _shallow] = None
+    tools: Tools = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     continue_final_message: bool = False
     kvrag: Reuse = Field(default_factory=Reuse)

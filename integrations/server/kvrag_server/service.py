@@ -72,13 +72,21 @@ class Service(Desk):
         A request without a name is for the served model.
         """
         if name not in (None, self.name):
-            message = f"the model {name!r} is not served here; ask for {self.name!r}"
-            raise APIError(404, message, "model_not_found", param="model")
+            raise APIError(
+                404,
+                f"the model {name!r} is not served here; ask for {self.name!r}",
+                "model_not_found",
+                param="model",
+            )
 
     def reuse(self, reuse: Reuse, tenant: str | None) -> dict[str, Any]:
         """Return the engine's options of reuse for a request."""
-        own = {"mode": reuse.mode, "repair": reuse.config, "max_context": reuse.max_context}
-        return own | {"namespace": self.namespace(tenant)}
+        return {
+            "mode": reuse.mode,
+            "repair": reuse.config,
+            "max_context": reuse.max_context,
+            "namespace": self.namespace(tenant),
+        }
 
     def stream(
         self, prompt: Prompt, body: ChatRequest | TextRequest, index: int, *, tenant: str | None
@@ -90,8 +98,7 @@ class Service(Desk):
         options = self.options(body, index, tenant=tenant)
         if body.limit is not None:
             return self.engine.astream(prompt, max_new_tokens=max(1, body.limit), **options)
-        start = partial(self.engine.astream, prompt, **options)
-        return Fitting(lambda most: start(max_new_tokens=most), self.config.max_tokens)
+        return Fitting(partial(self.engine.astream, prompt, **options), self.config.max_tokens)
 
     def options(
         self, body: ChatRequest | TextRequest, index: int, *, tenant: str | None
@@ -100,10 +107,10 @@ class Service(Desk):
         limit = body.limit
         most = self.config.max_tokens
         if limit is not None and limit > most:
-            remedy = "ask for less, leave it out, or start the server with a larger --max-tokens"
             raise APIError(
                 400,
-                f"max_tokens is {limit}, and this server gives {most} at most; {remedy}",
+                f"max_tokens is {limit}, and this server gives {most} at most; ask for less, leave "
+                "it out, or start the server with a larger --max-tokens",
                 "invalid_value",
                 param="max_tokens",
             )
@@ -126,13 +133,13 @@ class Fitting:
     """Stream of an answer without a limit in its request.
 
     It has at most ``most`` tokens, or as many as the context window leaves. ``start`` makes a
-    stream for a number of tokens. The room that a prompt leaves is known when the prompt is
+    stream of at most ``max_new_tokens``. The room that a prompt leaves is known when the prompt is
     tokenised, so the first stream reports it with :class:`kvrag.errors.ContextLengthError`.
     """
 
-    def __init__(self, start: Callable[[int], AsyncTokenStream], most: int) -> None:
+    def __init__(self, start: Callable[..., AsyncTokenStream], most: int) -> None:
         self._start = start
-        self._stream = start(most)
+        self._stream = start(max_new_tokens=most)
         self._is_cancelled = False
 
     async def __aiter__(self) -> AsyncIterator[str]:
@@ -142,7 +149,7 @@ class Fitting:
         except ContextLengthError as error:
             if self._is_cancelled or not error.room:
                 raise
-            self._stream = self._start(error.room)
+            self._stream = self._start(max_new_tokens=error.room)
             async for text in self._stream:
                 yield text
 

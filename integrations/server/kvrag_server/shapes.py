@@ -21,6 +21,18 @@ from kvrag.adapters import Delta
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}
 """Bytes, by the characters that byte-level tokenizers (GPT-2's and its heirs) write for them."""
+_TOLD = (
+    "exactness",
+    "cached_tokens",
+    "history_tokens",
+    "repaired_tokens",
+    "computed_tokens",
+    "evicted_tokens",
+    "fallback_reason",
+    "kv_dtype",
+    "ttft_ms",
+)
+"""Fields of a result that its record shows, beside the times of its stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +61,9 @@ class Shape:
                 "content": content,
                 "refusal": None,
                 **calls,
+                **_thought(result.reasoning_content),
             }
-            own = {"message": message | _thought(result.reasoning_content)}
+            own = {"message": message}
         return {
             "index": index,
             **own,
@@ -87,11 +100,17 @@ def _thought(text: str | None) -> dict[str, str]:
 
 def calls_of(result: GenerationResult) -> list[dict[str, Any]]:
     """Return an answer's tool calls in OpenAI's format."""
-    made = []
-    for call in result.tool_calls:
-        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-        made.append({"id": call.id, "type": "function", "function": function})
-    return made
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {
+                "name": call.name,
+                "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            },
+        }
+        for call in result.tool_calls
+    ]
 
 
 class LogprobStream:
@@ -133,12 +152,11 @@ def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None)
     prompts = results[::n]
     num_in = sum(r.prompt_tokens for r in prompts)
     num_out = sum(len(r.token_ids) for r in results)
-    details = {"cached_tokens": sum(r.cached_tokens for r in prompts)}
-    usage = {
+    usage: dict[str, Any] = {
         "prompt_tokens": num_in,
         "completion_tokens": num_out,
         "total_tokens": num_in + num_out,
-        "prompt_tokens_details": details,
+        "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in prompts)},
     }
     if num_thought := sum(r.reasoning_tokens for r in results):
         usage["completion_tokens_details"] = {"reasoning_tokens": num_thought}
@@ -150,12 +168,8 @@ def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None)
 
 def _made(result: GenerationResult) -> dict[str, Any]:
     """Return the record of how an answer was made, as plain JSON values."""
-    counts = ("cached_tokens", "history_tokens", "repaired_tokens", "computed_tokens")
-    made = {
-        name: getattr(result, name)
-        for name in ("exactness", *counts, "evicted_tokens", "fallback_reason", "kv_dtype")
-    }
-    return made | {"ttft_ms": result.ttft_ms, "timings_ms": dict(result.timings_ms)}
+    made = {name: getattr(result, name) for name in _TOLD}
+    return made | {"timings_ms": dict(result.timings_ms)}
 
 
 def _trace(result: GenerationResult, tokenizer: Any) -> dict[str, Any]:

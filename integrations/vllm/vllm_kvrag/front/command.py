@@ -46,8 +46,10 @@ def serve(
     engine.name_model(ctx, words[:at])
     for name, remedy in _NOT_WITH_VLLM.items():
         if is_on_command_line(ctx, name):
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} has no effect with --engine vllm; leave it out: {remedy}")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect with --engine vllm; leave it out: "
+                f"{remedy}"
+            )
     check_packages()
     from kvrag_server.app import prepare_process
     from vllm_kvrag.front.start import started

@@ -29,7 +29,6 @@ async def precompute(body: PrecomputeRequest, request: Request) -> Any:
         ids=[document.id for document in body.documents],
         collection=body.collection,
     ).items()
-    failed = items.faults
     desk = desk_of(request)
     namespace = desk.namespace(request.state.tenant)
     await run_in_threadpool(desk.library.delete, items.unreadable, namespace=namespace)
@@ -41,7 +40,7 @@ async def precompute(body: PrecomputeRequest, request: Request) -> Any:
         "namespace": namespace,
     }
     report = (await upstream_of(request).ask(None, precompute=asked))["precompute"]
-    return {**report, "failed": [*failed, *report["failed"]]}
+    return {**report, "failed": [*items.faults, *report["failed"]]}
 
 
 @router.post("/explain")

@@ -139,7 +139,7 @@ def chat_of(body: Body) -> Any:
         chat_template_kwargs=body.get("chat_template_kwargs"),
         continue_final_message=bool(body.get("continue_final_message")),
     )
-    return StorePlanner.chat(asked, named)
+    return asked.chat(named)
 
 
 def left_to_vllm(options: Reuse) -> Body:

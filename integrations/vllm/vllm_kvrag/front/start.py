@@ -119,10 +119,9 @@ def _of_connector(
 
 def _of_vllm(options: Mapping[str, Any]) -> list[str]:
     """Return the options of vLLM that kvrag has, too."""
-    variables = json.dumps(options.get("chat_template_kwargs") or {})
     return [
         "--dtype",
         str(options.get("dtype", "auto")),
         "--default-chat-template-kwargs",
-        variables,
+        json.dumps(options.get("chat_template_kwargs") or {}),
     ]

@@ -138,7 +138,7 @@ class Upstream:
         url = self.client.base_url.copy_with(raw_path=target)
         sent = self.client.build_request(request.method, url, headers=headers, content=body)
         try:
-            answer = await unless_gone(
+            answer: httpx.Response = await unless_gone(
                 request, asyncio.create_task(self.client.send(sent, stream=True)), None
             )
         except httpx.TransportError as error:
@@ -146,7 +146,6 @@ class Upstream:
         except (ClientDisconnect, asyncio.CancelledError):
             record.ended = "client_left"
             raise
-        assert isinstance(answer, httpx.Response)
         return answer
 
     async def _parts(
@@ -193,9 +192,9 @@ class Upstream:
 def error_of(told: Mapping[str, Any]) -> KVRagError:
     """Return the error that the worker reports: its message, and the name of its class."""
     kind = getattr(errors, str(told.get("code")), None)
-    if isinstance(kind, type) and issubclass(kind, KVRagError):
-        return kind(str(told["error"]))
-    return KVRagError(str(told["error"]))
+    if not (isinstance(kind, type) and issubclass(kind, KVRagError)):
+        kind = KVRagError
+    return kind(str(told["error"]))
 
 
 def with_record(content: bytes) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import aclosing, closing, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -33,7 +33,7 @@ class Account:
     def __init__(self) -> None:
         self._calls: list[dict[str, Any]] = []
         # Weak, because a stream that its reader drops must be closed at once.
-        self._response: weakref.ref[Any] | None = None
+        self._response: Callable[[], Any] = lambda: None
         self._lock = threading.Lock()
 
     def enter(self, call: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ class Account:
             self._write()
 
     def _write(self) -> None:
-        response: Any = self._response() if self._response is not None else None
+        response = self._response()
         if response is None or not self._calls:
             return
         if getattr(response, "metadata", None) is None:  # streaming chats have no such field

@@ -22,7 +22,6 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.bridge.pydantic import ConfigDict, Field
 from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from transformers import PreTrainedModel
 
 from kvrag import (
     Explanation,
@@ -121,13 +120,6 @@ class KVRagLLM(ToolCallingLLM):
             super().__init__(**constructor_options({"model": model, **options}, type(self)))
             self.check_call(self._defaults())
             account_for_responses()
-
-    @classmethod
-    def from_pretrained_model(
-        cls, model: PreTrainedModel, tokenizer: Any, **options: Any
-    ) -> KVRagLLM:
-        """Use a model and a tokenizer that are loaded already; takes the options of the class."""
-        return cls(**{"model": model, "tokenizer": tokenizer, **options})
 
     @classmethod
     def class_name(cls) -> str:

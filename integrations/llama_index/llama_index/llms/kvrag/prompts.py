@@ -48,12 +48,8 @@ def is_chat(llm: LLM, encoder: PromptEncoder) -> bool:
     """
     given: bool | None = getattr(llm, "is_chat_model", None)
     if given is None:
-        return _has_template(encoder)
+        return encoder.has_chat_template
     return given
-
-
-def _has_template(encoder: PromptEncoder) -> bool:
-    return bool(getattr(encoder.tokenizer, "chat_template", None))
 
 
 def completion_text(llm: LLM, prompt: str, encoder: PromptEncoder) -> str | list[Message]:
@@ -62,7 +58,7 @@ def completion_text(llm: LLM, prompt: str, encoder: PromptEncoder) -> str | list
     has_own_wrapping = (
         wrap is not default_completion_to_prompt or llm.query_wrapper_prompt is not None
     )
-    if is_chat(llm, encoder) and _has_template(encoder) and not has_own_wrapping:
+    if is_chat(llm, encoder) and encoder.has_chat_template and not has_own_wrapping:
         asked = llm._extend_messages([ChatMessage(role="user", content=prompt)])
         plain = _accepted(asked, encoder)
         return plain if encoder.thought_tags else encoder.render(plain)
@@ -129,7 +125,8 @@ def chat_prompt(
 
 def calls_tools(llm: LLM, encoder: PromptEncoder) -> bool:
     """Return whether the model's own chat template can show tools."""
-    return _has_template(encoder) and llm.messages_to_prompt in (None, generic_messages_to_prompt)
+    own = (None, generic_messages_to_prompt)
+    return encoder.has_chat_template and llm.messages_to_prompt in own
 
 
 def plain_message(message: ChatMessage) -> Message:
@@ -201,15 +198,17 @@ def _joined(parts: Sequence[Any]) -> list[Any]:
 
 def _calls_in(message: ChatMessage) -> list[Any]:
     """Return a message's calls in OpenAI's form; other LLMs' memories keep them beside blocks."""
-    blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
-    if blocks:
-        made = [
-            (b.tool_call_id or "", {"name": b.tool_name, "arguments": b.tool_kwargs})
-            for b in blocks
-        ]
-        return [{"id": id_, "type": "function", "function": function} for id_, function in made]
+    calls = [
+        {
+            "id": block.tool_call_id or "",
+            "type": "function",
+            "function": {"name": block.tool_name, "arguments": block.tool_kwargs},
+        }
+        for block in message.blocks
+        if isinstance(block, ToolCallBlock)
+    ]
     beside = message.additional_kwargs.get("tool_calls") or ()
-    return [call if isinstance(call, Mapping) else call.model_dump() for call in beside]
+    return calls or [call if isinstance(call, Mapping) else call.model_dump() for call in beside]
 
 
 def _accepted(
@@ -308,12 +307,15 @@ def engine_prefix(prefix: Any, llm: LLM) -> Any:
 def _of_llm(template: Any, llm: LLM) -> Any:
     if not isinstance(template, BasePromptTemplate):
         return template
-    rendering = (
-        llm.system_prompt,
-        llm.messages_to_prompt,
-        llm.completion_to_prompt,
-        llm.query_wrapper_prompt,
-        llm.output_parser,
-        getattr(llm, "is_chat_model", None),
+    return LLMTemplate(
+        template,
+        llm,
+        rendering=(
+            llm.system_prompt,
+            llm.messages_to_prompt,
+            llm.completion_to_prompt,
+            llm.query_wrapper_prompt,
+            llm.output_parser,
+            getattr(llm, "is_chat_model", None),
+        ),
     )
-    return LLMTemplate(template, llm, rendering)

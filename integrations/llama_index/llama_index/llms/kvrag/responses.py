@@ -18,6 +18,23 @@ from llama_index.core.base.llms.types import (
 from kvrag import AsyncTokenStream, GenerationResult, TokenStream
 from llama_index.llms.kvrag.accounting import Account, open_accounts
 
+_TOLD = (
+    "exactness",
+    "cached_tokens",
+    "history_tokens",
+    "repaired_tokens",
+    "computed_tokens",
+    "kv_reuse_ratio",
+    "ttft_ms",
+    "timings_ms",
+    "fallback_reason",
+    "has_other_prefix",
+    "evicted_tokens",
+    "kv_dtype",
+    "finish_reason",
+)
+"""Fields of a result that its record shows."""
+
 ResponseT = TypeVar("ResponseT", bound=CompletionResponse | ChatResponse, covariant=True)
 
 
@@ -61,7 +78,7 @@ def as_chat(
         blocks=[*thoughts, TextBlock(text=text), *calls],
         additional_kwargs=_beside(thought),
     )
-    more: dict[str, Any] = {**_usage(result)}
+    more = _usage(result)
     if newest := getattr(delta, "reasoning_content", ""):
         more["thinking_delta"] = newest
     return ChatResponse(message=message, delta=delta, raw=_raw(result), additional_kwargs=more)
@@ -172,7 +189,7 @@ async def _anothing() -> AsyncGenerator[Any, None]:
         yield response
 
 
-def _usage(result: GenerationResult | None) -> dict[str, int]:
+def _usage(result: GenerationResult | None) -> dict[str, Any]:
     if result is None:
         return {}
     answer = len(result.token_ids)
@@ -190,19 +207,8 @@ def _raw(result: GenerationResult | None) -> dict[str, Any] | None:
     """
     if result is None:
         return None
-    accounting = {
-        "exactness": result.exactness,
-        "cached_tokens": result.cached_tokens,
-        "history_tokens": result.history_tokens,
-        "repaired_tokens": result.repaired_tokens,
-        "computed_tokens": result.computed_tokens,
-        "kv_reuse_ratio": result.kv_reuse_ratio,
-        "ttft_ms": result.ttft_ms,
-        "timings_ms": dict(result.timings_ms),
-        "fallback_reason": result.fallback_reason,
-        "has_other_prefix": result.has_other_prefix,
-        "evicted_tokens": result.evicted_tokens,
-        "kv_dtype": result.kv_dtype,
-        "finish_reason": result.finish_reason,
+    accounting = {name: getattr(result, name) for name in _TOLD}
+    return {
+        "usage": _usage(result),
+        "kvrag": accounting | {"timings_ms": dict(result.timings_ms)},
     }
-    return {"usage": _usage(result), "kvrag": accounting}

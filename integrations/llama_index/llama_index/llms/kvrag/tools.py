@@ -43,12 +43,10 @@ class ToolCallingLLM(SerialisedLLM):
         tool_required: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
+        messages = list(chat_history or ())
         if user_msg is not None:
-            asked = [ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg]
-        else:
-            asked = []
+            messages.append(ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg)
         choice = kwargs.pop("tool_choice", None) or ("required" if tool_required else None)
-        messages = [*(chat_history or ()), *asked]
         return {
             "messages": messages,
             "tools": tool_dicts(tools) or None,
@@ -87,15 +85,16 @@ class ToolCallingLLM(SerialisedLLM):
                 "the answer calls no tool; pass tool_required=True, or raise max_new_tokens: "
                 f"{response.message.content!r}"
             )
-        made = [
-            {
-                "tool_id": c.tool_call_id or "",
-                "tool_name": c.tool_name,
-                "tool_kwargs": c.tool_kwargs,
-            }
+        return [
+            ToolSelection.model_validate(
+                {
+                    "tool_id": c.tool_call_id or "",
+                    "tool_name": c.tool_name,
+                    "tool_kwargs": c.tool_kwargs,
+                }
+            )
             for c in calls
         ]
-        return [ToolSelection.model_validate(parts) for parts in made]
 
     # -- objects: pydantic models ----------------------------------------------------------------
 
@@ -143,11 +142,13 @@ class ToolCallingLLM(SerialisedLLM):
             return get_program_for_llm(
                 output_cls, prompt, self, self.pydantic_program_mode
             ), options
-        schema = {
-            "name": output_cls.__name__,
-            "schema": output_cls.model_json_schema(schema_generator=_Closed),
+        form = {
+            "type": "json_schema",
+            "json_schema": {
+                "name": output_cls.__name__,
+                "schema": output_cls.model_json_schema(schema_generator=_Closed),
+            },
         }
-        form = {"type": "json_schema", "json_schema": schema}
         # A copy: the program puts its parser into the prompt.
         program = LLMTextCompletionProgram(
             _SchemaAtTheEnd(output_cls), output_cls, prompt.model_copy(), self
@@ -170,17 +171,15 @@ class _Closed(GenerateJsonSchema):
 
     def set_schema(self, schema: SetSchema) -> JsonSchemaValue:
         """Allow duplicate items: a set drops them, and decoding can't prevent them."""
-        return {
-            key: part for key, part in super().set_schema(schema).items() if key != "uniqueItems"
-        }
+        made = super().set_schema(schema)
+        del made["uniqueItems"]
+        return made
 
     def frozenset_schema(self, schema: FrozenSetSchema) -> JsonSchemaValue:
         """Allow duplicate items, as :meth:`set_schema` does."""
-        return {
-            key: part
-            for key, part in super().frozenset_schema(schema).items()
-            if key != "uniqueItems"
-        }
+        made = super().frozenset_schema(schema)
+        del made["uniqueItems"]
+        return made
 
 
 class _SchemaAtTheEnd(PydanticOutputParser[Any]):

@@ -13,7 +13,7 @@ from llama_index.core import Settings
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseComponent, BaseNode, TransformComponent
 
-from kvrag import ConfigError, KVRagEngine, PrecomputeReport, precompute_kv
+from kvrag import ConfigError, KVRagEngine, precompute_kv
 from kvrag.adapters import (
     AdapterOptions,
     DocumentKV,
@@ -49,35 +49,6 @@ def resolve_kv_llm(llm: Any) -> KVRagLLM | KVRagEngine | RemoteHost:
     return llm
 
 
-def precompute_nodes(
-    nodes: Sequence[BaseNode],
-    *,
-    llm: KVRagLLM | KVRagEngine | RemoteHost,
-    on_error: str,
-    **options: Any,
-) -> PrecomputeReport:
-    """Precompute the KV of nodes; with ``on_error="warn"``, failures raise no error.
-
-    LlamaIndex marks documents as done before transformations run: an exception here would lose
-    them, whereas a missing chunk only costs time.
-    """
-    try:
-        report = precompute_kv(nodes, llm=llm, **options)
-    except Exception as error:
-        if on_error == "raise":
-            raise
-        warnings.warn(
-            f"KV of nodes was not precomputed and will be computed at query time: {error}",
-            UserWarning,
-            stacklevel=3,
-        )
-        return PrecomputeReport(0, 0, [(node.node_id, str(error)) for node in nodes], 0, 0.0)
-    logger.info(
-        "KV of %d node(s): %d stored, %d skipped", len(nodes), report.stored, report.skipped
-    )
-    return report
-
-
 def of_class(declared: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that a class declares; a subclass of a component may have more."""
     return {name: options[name] for name in options if name in declared.__pydantic_fields__}
@@ -91,14 +62,26 @@ class PrecomputeFields(BaseComponent, _Fields):  # type: ignore[misc]
     """Component with the options of :func:`kvrag.precompute_kv` as fields; default: the LLM's."""
 
     def precompute(self, nodes: Sequence[BaseNode]) -> None:
-        """Precompute the KV of nodes with these options."""
-        precompute_nodes(
-            nodes,
-            llm=resolve_kv_llm(self.llm),
-            content=self.content,
-            on_error=self.on_error,
-            **self.shared(),
-        )
+        """Precompute the KV of nodes; with ``on_error="warn"``, failures raise no error.
+
+        LlamaIndex marks documents as done before transformations run: an exception here would lose
+        them, whereas a missing chunk only costs time.
+        """
+        llm = resolve_kv_llm(self.llm)
+        try:
+            report = precompute_kv(nodes, llm=llm, content=self.content, **self.shared())
+        except Exception as error:
+            if self.on_error == "raise":
+                raise
+            warnings.warn(
+                f"KV of nodes was not precomputed and will be computed at query time: {error}",
+                UserWarning,
+                stacklevel=2,
+            )
+        else:
+            logger.info(
+                "KV of %d node(s): %d stored, %d skipped", len(nodes), report.stored, report.skipped
+            )
 
 
 class KVPrecompute(PrecomputeFields, TransformComponent):

@@ -312,12 +312,12 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         if self._has_warned:
             return
         self._has_warned = True
-        what = (
+        warnings.warn(
             f"{type(self.inner).__name__} can't list the nodes that the filters match, or that are "
-            "meant without ids"
+            "meant without ids, so their KV stays; delete by node ids or documents, or run sync_kv",
+            UserWarning,
+            stacklevel=4,
         )
-        remedy = "delete by node ids or documents, or run sync_kv"
-        warnings.warn(f"{what}, so their KV stays; {remedy}", UserWarning, stacklevel=4)
 
     def _forget(self, node_ids: Sequence[str], *, keep_refs: bool = False) -> None:
         """Delete KV, then the entries: if deleting KV fails, a later deletion finds them again."""
