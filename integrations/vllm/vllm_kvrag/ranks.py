@@ -31,8 +31,8 @@ class SplitLM(VllmLM):
     """
 
     def __init__(self, vllm_config: Any, held: Any) -> None:
-        self._group = get_tp_group()
-        self.leads = self._group.is_first_rank
+        self.group = get_tp_group()
+        self.leads = self.group.is_first_rank
         self.is_busy = False
         self.is_lost = False
         super().__init__(vllm_config, held)
@@ -50,7 +50,7 @@ class SplitLM(VllmLM):
     def told(self, what: Any = None) -> Any:
         """Return what rank 0 tells."""
         box = [what]
-        broadcast_object_list(box, self._group.first_rank, self._group.cpu_group)
+        broadcast_object_list(box, self.group.first_rank, self.group.cpu_group)
         return box[0]
 
     def end_turn(self, *, is_busy: bool) -> None:
@@ -71,27 +71,22 @@ class SplitLM(VllmLM):
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: Any) -> None:
         """Write rows of all heads to slots of vLLM's cache, on each rank its own heads."""
         wholes = [x.repeat_interleave(self.replicas, dim=1) for x in (keys, values)]
-        with self.lock:
-            self._on_all("_write", (layer, slots.cpu(), [x.shape for x in wholes]), wholes)
+        self._on_all("_write", (layer, slots.cpu(), [x.shape for x in wholes]), wholes)
 
     def logits_of_step(self, cache: Any, ids: torch.Tensor) -> Any:
         """Return the logits of vLLM's own step for a prompt, in the first blocks of its cache."""
         return self._on_all("_logits_of_step", (cache, ids.cpu()))
 
-    def all_heads(self, x: torch.Tensor) -> Any:
-        """Return the heads ``(T, H, D)`` of all ranks."""
-        return self._group.all_gather(x.contiguous(), dim=1)
-
     def own_heads(self, x: torch.Tensor) -> Any:
         """Return this rank's heads of what rank 0 has; on other ranks, ``x`` is room for it."""
         whole = x.contiguous()
-        self._group.broadcast(whole)
-        return whole.chunk(self._group.world_size, dim=1)[self._group.rank_in_group].contiguous()
+        self.group.broadcast(whole)
+        return whole.chunk(self.group.world_size, dim=1)[self.group.rank_in_group].contiguous()
 
     def is_over(self, fails: bool) -> bool:
         """Whether the forward ends here on all ranks, because it fails on rank 0, or is done."""
         over = torch.tensor(fails)
-        broadcast(over, self._group.first_rank, self._group.cpu_group)
+        broadcast(over, self.group.first_rank, self.group.cpu_group)
         self.is_lost = not over
         return bool(over)
 
@@ -111,11 +106,12 @@ class SplitLM(VllmLM):
 
     def _on_all(self, name: str, given: Sequence[Any], *own: Any) -> Any:
         """Call a method on all ranks; ``own`` are the arguments that rank 0 alone has."""
-        self._order(name, given)
-        self.is_lost = True
-        found = getattr(self, name)(*given, *own)
-        self.is_lost = False
-        return found
+        with self.lock:
+            self._order(name, given)
+            self.is_lost = True
+            found = getattr(self, name)(*given, *own)
+            self.is_lost = False
+            return found
 
     def _compute(self, ids: torch.Tensor, positions: Any, logits: int, rows: Any = None) -> Any:
         shared = SharedRows(self, positions.to(self.device), rows)
@@ -145,7 +141,9 @@ class SharedRows:
     def attend(self, layer: int, query: torch.Tensor, scores: Mapping[str, Any]) -> torch.Tensor:
         """Attend over the rows of the layer that was written last."""
         lm = self._lm
-        keys, values, queries = map(lm.all_heads, (*self._pair, query))
+        keys, values, queries = [
+            lm.group.all_gather(each.contiguous(), dim=1) for each in (*self._pair, query)
+        ]
         found = queries.new_empty((*queries.shape[:2], values.shape[-1]))
         error = None
         if lm.leads:
