@@ -63,7 +63,7 @@ ANYONE = {"__init__", "__main__"}
 
 AREAS = {
     "core": 155_860,
-    "adapters": 6_331,
+    "adapters": 6_352,
     "cli": 14_975,
     "evaluate": 7_095,
     "testing": 4_295,
@@ -72,7 +72,7 @@ AREAS = {
     "ray": 4_972,
     "server": 19_170,
     "shared": 3_200,
-    "vllm": 15_000,
+    "vllm": 16_760,
 }
 """Most syntax nodes of each area. The core answers requests and stores chunks: ``kvrag/`` without the rooms that are areas."""
 DEEP_NAMES = {"langchain": 6, "llama_index": 8, "ray": 5, "server": 18, "shared": 8, "vllm": 15}

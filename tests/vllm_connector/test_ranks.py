@@ -106,7 +106,7 @@ def ranks(connector, monkeypatch):
         share = type("Split", (module.SplitLM,), {})
         lm = share.__new__(share)
         common = {"device": "cpu", "dtype": torch.float32, "lock": nullcontext(), "replicas": 1}
-        vars(lm).update(common, rank=rank, _group=Group(rank, wire), leads=rank == 0)
+        vars(lm).update(common, rank=rank, group=Group(rank, wire), leads=rank == 0)
         vars(lm).update(is_busy=False, is_lost=False)
         made.append(lm)
     for name, method in vars(Own).items():
@@ -170,10 +170,11 @@ def test_every_rank_writes_its_own_heads(ranks, replicas):
         assert torch.equal(own_values, wanted + 0.5)
 
 
-def test_a_rank_that_fails_in_vllms_layers_ends_its_process(ranks):
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_rank_that_fails_in_vllms_layers_ends_its_process(ranks, layer):
     """On rank 0 at the next order, so that no step is let go; on another one at once."""
-    ranks[0]._group.wire.wait_s = 2.0
-    type(ranks[1]).fails_in = 1
+    ranks[0].group.wire.wait_s = 2.0
+    type(ranks[1]).fails_in = layer
     turn = following(ranks[1])
     with pytest.raises(threading.BrokenBarrierError):
         ranks[0].compute(torch.tensor([[1, 2]]), Rows(), 0)

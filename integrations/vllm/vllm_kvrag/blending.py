@@ -26,7 +26,6 @@ from kvrag import KVRagError, RepairConfig
 from kvrag.adapters import Blending
 
 if TYPE_CHECKING:
-    from kvrag.model.lock import ModelLock
     from vllm_kvrag.own import VllmLM
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class Turn:
     forward that holds the lock lets it through at a pause, if ``lm.pauses``.
     """
 
-    def __init__(self, lock: ModelLock, lm: VllmLM) -> None:
+    def __init__(self, lock: Any, lm: VllmLM) -> None:
         self._lock = lock
         self._lm = lm
         self._wanted = queue.SimpleQueue[bool]()

@@ -33,8 +33,8 @@ class SplitLM(VllmLM):
     pauses = False  # all ranks would have to pause at the same layer
 
     def __init__(self, vllm_config: Any, held: Any) -> None:
-        self._group = get_tp_group()
-        self.leads = self._group.is_first_rank
+        self.group = get_tp_group()
+        self.leads = self.group.is_first_rank
         self.is_busy = False
         self.is_lost = False
         super().__init__(vllm_config, held)
@@ -52,7 +52,7 @@ class SplitLM(VllmLM):
     def told(self, what: Any = None) -> Any:
         """Return what rank 0 tells."""
         box = [what]
-        broadcast_object_list(box, self._group.first_rank, self._group.cpu_group)
+        broadcast_object_list(box, self.group.first_rank, self.group.cpu_group)
         return box[0]
 
     def end_turn(self, *, is_busy: bool) -> None:
@@ -79,20 +79,16 @@ class SplitLM(VllmLM):
         """Return the logits of vLLM's own step for a prompt, in the first blocks of its cache."""
         return self._on_all("_logits_of_step", (cache, ids.cpu()))
 
-    def all_heads(self, x: torch.Tensor) -> Any:
-        """Return the heads ``(T, H, D)`` of all ranks."""
-        return self._group.all_gather(x.contiguous(), dim=1)
-
     def own_heads(self, x: torch.Tensor) -> Any:
         """Return this rank's heads of what rank 0 has; on other ranks, ``x`` is room for it."""
         whole = x.contiguous()
-        self._group.broadcast(whole)
-        return whole.chunk(self._group.world_size, dim=1)[self._group.rank_in_group].contiguous()
+        self.group.broadcast(whole)
+        return whole.chunk(self.group.world_size, dim=1)[self.group.rank_in_group].contiguous()
 
     def is_over(self, fails: bool) -> bool:
         """Whether the forward ends here on all ranks, because it fails on rank 0, or is done."""
         over = torch.tensor(fails)
-        broadcast(over, self._group.first_rank, self._group.cpu_group)
+        broadcast(over, self.group.first_rank, self.group.cpu_group)
         self.is_lost = not over
         return bool(over)
 
@@ -112,11 +108,12 @@ class SplitLM(VllmLM):
 
     def _on_all(self, name: str, given: Sequence[Any], *own: Any) -> Any:
         """Call a method on all ranks; ``own`` are the arguments that rank 0 alone has."""
-        self._order(name, given)
-        self.is_lost = True
-        found = getattr(self, name)(*given, *own)
-        self.is_lost = False
-        return found
+        with self.lock:
+            self._order(name, given)
+            self.is_lost = True
+            found = getattr(self, name)(*given, *own)
+            self.is_lost = False
+            return found
 
     def _compute(self, ids: torch.Tensor, positions: Any, logits: int, rows: Any = None) -> Any:
         shared = SharedRows(self, positions.to(self.device), rows)
@@ -146,7 +143,9 @@ class SharedRows:
     def attend(self, layer: int, query: torch.Tensor, scores: Mapping[str, Any]) -> torch.Tensor:
         """Attend over the rows of the layer that was written last."""
         lm = self._lm
-        keys, values, queries = map(lm.all_heads, (*self._pair, query))
+        keys, values, queries = [
+            lm.group.all_gather(each.contiguous(), dim=1) for each in (*self._pair, query)
+        ]
         found = queries.new_empty((*queries.shape[:2], values.shape[-1]))
         error = None
         if lm.leads:
