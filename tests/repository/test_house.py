@@ -62,7 +62,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_860,
+    "core": 155_640,
     "adapters": 6_331,
     "cli": 14_745,
     "evaluate": 7_095,
@@ -136,7 +136,6 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
         "kvrag/kv/layers.py": 3_026,
         "kvrag/model/proof.py": 3_210,
         "kvrag/model/traits.py": 2_720,
-        "kvrag/precompute/run.py": 2_625,
         "kvrag/store/catalog/changes.py": 2_750,
         "kvrag/kv/format.py": 2_750,
     },
