@@ -62,11 +62,11 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_640,
+    "core": 155_596,
     "adapters": 6_331,
     "cli": 14_745,
-    "evaluate": 7_095,
-    "testing": 4_295,
+    "evaluate": 7_073,
+    "testing": 4_278,
     "langchain": 15_646,
     "llama_index": 11_853,
     "ray": 4_972,
