@@ -27,8 +27,8 @@ from kvrag.model.rows import Reach
 
 NAME = "kvrag_rows"  # without "flash" and "/", which transformers treats specially
 
-_reaches: weakref.WeakKeyDictionary[Module, Reach] = weakref.WeakKeyDictionary()
-_before: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()
+_reaches = weakref.WeakKeyDictionary[Module, Reach]()
+_before = weakref.WeakKeyDictionary[PreTrainedModel, str | None]()
 
 
 _Limits = tuple[Tensor, Tensor, Tensor]

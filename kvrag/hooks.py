@@ -120,9 +120,9 @@ def precompute_kv(items: Any, **options: Any) -> PrecomputeReport:
     except KVRagError as fault:
         report = PrecomputeReport(0, 0, [("", str(fault))], 0, 0.0)
         error = fault
-    if error is not None and asked.on_error == "raise":
-        raise error
     if error is not None:
+        if asked.on_error == "raise":
+            raise error
         warnings.warn(f"not all KV was precomputed: {error}", UserWarning, stacklevel=3)
     return report
 

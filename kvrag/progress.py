@@ -205,4 +205,4 @@ def tell_short(store: object, short: Sequence[tuple[str, str]]) -> None:
     logger.log(level, what, len(short), *short[0])
 
 
-_told: WeakSet[object] = WeakSet()  # stores whose users have seen the warning
+_told = WeakSet[object]()  # stores whose users have seen the warning

@@ -38,7 +38,7 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 # Set when the interpreter exits.
 EXITING = threading.Event()
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
-_threaded: weakref.WeakSet[Any] = weakref.WeakSet()
+_threaded = weakref.WeakSet[Any]()
 _forking: weakref.WeakSet[Forking] = weakref.WeakSet()
 
 

@@ -23,6 +23,8 @@ ChunkKey = NewType("ChunkKey", str)
 StrPath = str | os.PathLike[str]
 # Ids of documents; ``None``: a text without a document.
 DocIds = Sequence[str | None]
+# Documents or chunks by id, each with the reason why it has no KV.
+Reasons = list[tuple[str, str]]
 
 Exactness = Literal["exact", "repaired", "full"]
 Mode = Literal["auto", "full", "prefix", "stitch"]
@@ -243,10 +245,10 @@ class PrecomputeReport:
 
     stored: int
     skipped: int
-    failed: list[tuple[str, str]]
+    failed: Reasons
     stored_bytes: int
     seconds: float
-    short: list[tuple[str, str]] = field(default_factory=list)
+    short: Reasons = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

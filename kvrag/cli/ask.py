@@ -20,6 +20,7 @@ from kvrag.cli.options import (
     EngineGroup,
     Given,
     ModeName,
+    Words,
     loading_options,
     takes,
 )
@@ -33,9 +34,10 @@ if TYPE_CHECKING:
     from kvrag.prompt.template import Prompt, PromptEncoder
     from kvrag.types import Chunk, ExplainedSpan, GenerationResult, VerifyReport
 
-_CONTEXT = typer.Option(
-    "--context", "-c", help="Files or folders whose text stands before the question."
-)
+Context = Annotated[
+    list[Path] | None,
+    typer.Option("--context", "-c", help="Files or folders whose text stands before the question."),
+]
 _PROMPT_FILE = typer.Option(
     "--prompt-file", help="The whole prompt: text, or JSON messages; - is standard input."
 )
@@ -61,8 +63,8 @@ def ask(
     repair: Given,
     sampling: Given,
     ctx: typer.Context,
-    words: Annotated[list[str] | None, _QUESTION] = None,
-    context: Annotated[list[Path] | None, _CONTEXT] = None,
+    words: Annotated[Words, _QUESTION] = None,
+    context: Context = None,
     prompt_file: Annotated[Path | None, _PROMPT_FILE] = None,
     mode: ModeName = "auto",
     as_json: AsJson = False,
@@ -141,8 +143,8 @@ def explain(
     engine: EngineGroup,
     repair: Given,
     ctx: typer.Context,
-    words: Annotated[list[str] | None, _PROMPT] = None,
-    context: Annotated[list[Path] | None, _CONTEXT] = None,
+    words: Annotated[Words, _PROMPT] = None,
+    context: Context = None,
     mode: ModeName = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -182,7 +184,7 @@ def verify(
     ctx: typer.Context,
     engine: EngineGroup,
     repair: Given,
-    words: Annotated[list[str] | None, _PROMPTS] = None,
+    words: Annotated[Words, _PROMPTS] = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Length of the greedy answers compared.")
     ] = 16,
@@ -202,14 +204,14 @@ def verify(
         _prove(engine["model"], engine, as_json=as_json)
         return
     prompts = read_prompts([Path(name) for name in files])
-    options: Given = {
-        "mode": mode,
-        "max_new_tokens": max_new_tokens,
-        "max_mean_kl": max_kl,
-        "min_top1": min_top1,
-    }
     with closing(engine.open(repair=repair)) as opened:
-        report = opened.verify(prompts, **options)
+        report = opened.verify(
+            prompts,
+            mode=mode,  # type: ignore[arg-type]
+            max_new_tokens=max_new_tokens,
+            max_mean_kl=max_kl,
+            min_top1=min_top1,
+        )
     show(asdict(report), *_tables(report, max_kl, min_top1), as_json=as_json, ok=report.passed)
 
 
@@ -243,7 +245,7 @@ def _prove(model: str, engine: EngineGroup, *, as_json: bool) -> None:
         from kvrag.model.proof import prove
         from kvrag.model.source import ModelSource
     loaded = load(ModelSource(model, prove="off", **loading_options(engine)))
-    about: dict[str, Any] = {
+    about: Given = {
         "model": model,
         "architecture": loaded.lm.model.config.get_text_config().model_type,
         "dtype": str(loaded.lm.dtype).removeprefix("torch."),

@@ -146,7 +146,7 @@ def copy(
     keys: Collection[ChunkKey] | None = None,
     *,
     namespaces: Sequence[str] = (),
-) -> tuple[int, int, int]:
+) -> tuple[int, ...]:
     """Copy chunks (default: all) with their texts, documents and retention.
 
     Every byte is verified, so the source need not be trusted. A chunk that the target has keeps its
@@ -170,8 +170,7 @@ def copy(
             counts[2] += 1
             continue
         there = replace(identity, namespace=space)
-        kept = source.retention(key)
-        put = partial(target.put, there, kv, retention=kept, reason="import")
+        put = partial(target.put, there, kv, retention=source.retention(key), reason="import")
         texts = list[TextEntry | None](catalog.key_texts(key))
         written = 0
         for text in texts or [None]:
@@ -181,7 +180,7 @@ def copy(
             for doc_id in doc_ids:
                 written += put(text=text, doc_id=doc_id)
         counts[not written] += 1
-    return counts[0], counts[1], counts[2]
+    return tuple(counts)
 
 
 def _holders(store: TieredStore) -> Holders:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvrag.cli.documents import read_documents, split_documents
-from kvrag.cli.options import ESTIMATE, AsJson, EngineGroup, Given, takes
+from kvrag.cli.options import ESTIMATE, AsJson, EngineGroup, Given, Words, takes
 from kvrag.cli.output import facts, show
 from kvrag.config import StoreConfig
 from kvrag.errors import ModelError, require
@@ -37,7 +37,7 @@ _CORPUS = typer.Option("--corpus", help="Count these files or folders instead of
 def estimate(
     engine: EngineGroup,
     ctx: typer.Context,
-    words: Annotated[list[str] | None, _MODEL] = None,
+    words: Annotated[Words, _MODEL] = None,
     config_only: Annotated[bool, _CONFIG_ONLY] = False,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of the corpus.")] = 1000,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 250,
@@ -102,8 +102,11 @@ def _count(model: str, paths: list[Path], config_only: bool, chunk_tokens: int) 
         how = "counted with the model's tokenizer"
     else:
         how = f"guessed at {_CHARS_PER_TOKEN} characters per token"
-    tokens = sum(chunk.num_tokens for chunk in found)
-    return {"chunks": len(found), "tokens": tokens, "source": f"{len(documents)} files, {how}"}
+    return {
+        "chunks": len(found),
+        "tokens": sum(chunk.num_tokens for chunk in found),
+        "source": f"{len(documents)} files, {how}",
+    }
 
 
 def shape_of(model: str) -> ModelShape:

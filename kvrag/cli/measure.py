@@ -23,9 +23,11 @@ from kvrag.cli.options import (
     EVALUATE,
     REPAIR,
     AsJson,
+    ChunkTokens,
     Contexts,
     EngineGroup,
     Given,
+    Words,
     takes,
 )
 from kvrag.cli.output import facts, grid, say, show, write_page
@@ -44,9 +46,10 @@ _MODEL = typer.Argument(
 _CORPUS = typer.Option(
     "--corpus", help="Text files or folders; default: the example documents of a checkout."
 )
-_CHUNKS = typer.Option(min=1, help="Chunks per prompt: as many as you retrieve.")
-_CHUNK_TOKENS = typer.Option(min=1, help="Size of a chunk aimed for, in tokens.")
-_SEED = typer.Option(min=0, help="Seed of the prompts.")
+Model = Annotated[Words, _MODEL]
+Corpus = Annotated[list[Path] | None, _CORPUS]
+Chunks = Annotated[int, typer.Option(min=1, help="Chunks per prompt: as many as you retrieve.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the prompts.")]
 _MIN_TOP1 = typer.Option(min=0, max=1, help="Smallest share of equal most likely tokens.")
 _QUESTIONS = typer.Option(
     "--questions",
@@ -70,17 +73,17 @@ def evaluate(
     engine: EngineGroup,
     repair: Given,
     ctx: typer.Context,
-    words: Annotated[list[str] | None, _MODEL] = None,
-    corpus: Annotated[list[Path] | None, _CORPUS] = None,
+    words: Model = None,
+    corpus: Corpus = None,
     questions: Annotated[Path | None, _QUESTIONS] = None,
     html: Annotated[Path | None, _HTML] = None,
     count: Annotated[int, _COUNT] = 30,
-    chunks: Annotated[int, _CHUNKS] = 6,
-    chunk_tokens: Annotated[int, _CHUNK_TOKENS] = 250,
+    chunks: Chunks = 6,
+    chunk_tokens: ChunkTokens = 250,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Upper bound of an answer's tokens.")
     ] = 32,
-    seed: Annotated[int, _SEED] = 0,
+    seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Answer questions about your documents by full prefill and with reuse, and compare.
@@ -96,24 +99,22 @@ def evaluate(
     with closing(engine.open(repair=repair)) as opened:
         encoder = opened.loaded.encoder
         split = split_documents(documents, encoder.num_tokens, chunk_tokens=chunk_tokens)
-        options: Given = {
-            "count": count,
-            "chunks_per_prompt": chunks,
-            "max_new_tokens": max_new_tokens,
-            "seed": seed,
-        }
-        found = opened.evaluate([chunk.text for chunk in split], asked, **options)
+        found = opened.evaluate(
+            [chunk.text for chunk in split],
+            asked,
+            count=count,
+            chunks_per_prompt=chunks,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+        )
     title = f"{engine['model']} on {', '.join(map(str, corpus or ('the example documents',)))}"
     totals = _totals(found, len(split))
     if html is not None:
         write_page(html, facts(title, totals), _all_answers(found.rows))
         say(f"wrote {html}", err=True)
     changed = [row for row in found.rows if row.is_lost or row.is_won]
-    tables = [
-        grid("Answers that are right on one side only", _ANSWERS, map(_answer_cells, rows))
-        for rows in [changed]
-        if rows
-    ]
+    what = "Answers that are right on one side only"
+    tables = [grid(what, _ANSWERS, map(_answer_cells, changed))] if changed else []
     show({**asdict(found), **_figures(found)}, *tables, facts(title, totals), as_json=as_json)
 
 
@@ -188,17 +189,17 @@ def _share(value: float) -> str:
 def calibrate(
     engine: EngineGroup,
     ctx: typer.Context,
-    words: Annotated[list[str] | None, _MODEL] = None,
-    corpus: Annotated[list[Path] | None, _CORPUS] = None,
+    words: Model = None,
+    corpus: Corpus = None,
     chunk_context: Contexts = None,
     target_kl: Annotated[
         float, typer.Option(min=0, help="Largest mean KL per answer token, in nats.")
     ] = 0.02,
     min_top1: Annotated[float, _MIN_TOP1] = 0.97,
     prompts: Annotated[int, typer.Option(min=2, help="Prompts to make of the corpus.")] = 24,
-    chunks: Annotated[int, _CHUNKS] = 6,
-    chunk_tokens: Annotated[int, _CHUNK_TOKENS] = 250,
-    seed: Annotated[int, _SEED] = 0,
+    chunks: Chunks = 6,
+    chunk_tokens: ChunkTokens = 250,
+    seed: Seed = 0,
     keep: Annotated[bool, typer.Option(help=_KEEP)] = True,
     as_json: AsJson = False,
 ) -> None:

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 Given = dict[str, Any]
 """Options of a group that were given, or have a default."""
 
+Words = list[str] | None
+"""Arguments of a command, or repeated values of an option."""
+
 Group = tuple[inspect.Parameter, ...]
 """Options that a command takes together, as a single argument."""
 
@@ -119,15 +122,15 @@ Namespace = Annotated[
 ModeName = Annotated[str, _MODE]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
 
+ChunkTokens = Annotated[int, typer.Option(min=1, help="Size of a chunk aimed for, in tokens.")]
+
 DEFAULT_KV_DIR = ".kvrag"
 
 
 class EngineGroup(Given):
     """Options of an engine that were given, with what commands make of them."""
 
-    def name_model(
-        self, ctx: typer.Context, words: list[str] | None, *, most: int | None = 0
-    ) -> list[str]:
+    def name_model(self, ctx: typer.Context, words: Words, *, most: int | None = 0) -> list[str]:
         """Move MODEL, the first argument, into these options; return the other arguments.
 
         MODEL may be left out where ``--model`` or ``KVRAG_MODEL`` names it. With ``--model``, no
@@ -256,7 +259,7 @@ def _field(config: type, name: str, panel: str, *, env: bool = False) -> inspect
     summary = (
         " ".join(str(field.description).replace("``", "").split()).partition(". ")[0].rstrip(".")
     )
-    form: dict[str, Any] = {}
+    form = Given()
     if env:
         form["envvar"] = f"KVRAG_{name.upper()}"
     if name.endswith("_bytes"):
@@ -297,7 +300,7 @@ ENGINE: Group = (*ESTIMATE, _CATALOG, *_PROMPTS)
 DEMO: Group = (_PROMPTS[-1], *_RUN)
 CALIBRATE: Group = (ESTIMATE[0], _STORED[1], *_RUN, *_PROMPTS[:2])
 EVALUATE: Group = (*CALIBRATE, *_PROMPTS[2:4])
-Contexts = Annotated[list[str] | None, _CONTEXT]
+Contexts = Annotated[Words, _CONTEXT]
 REPAIR: Group = (
     _option("named", Annotated[Literal["auto", "fast", "careful"] | None, _NAMED]),
     *(_field(RepairConfig, name, _REPAIR) for name in ("strategy", "recompute_ratio")),

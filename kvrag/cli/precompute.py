@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,8 +16,10 @@ from kvrag.cli.options import (
     INDEX,
     LIMITS,
     AsJson,
+    ChunkTokens,
     EngineGroup,
     Given,
+    Words,
     takes,
 )
 from kvrag.cli.output import facts, show
@@ -51,10 +53,8 @@ def precompute(
     engine: EngineGroup,
     limits: Given,
     ctx: typer.Context,
-    words: Annotated[list[str] | None, _PATHS] = None,
-    chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="Size of a chunk aimed for, in tokens.")
-    ] = 250,
+    words: Annotated[Words, _PATHS] = None,
+    chunk_tokens: ChunkTokens = 250,
     ray: Annotated[bool, _RAY] = False,
     workers: Annotated[int | None, _WORKERS] = None,
     report: Annotated[Path | None, _REPORT] = None,
@@ -86,11 +86,9 @@ def precompute(
         done = on_ray.precompute(chunks, options, index, workers, report, is_quiet=as_json)
     else:
         with closing(engine.open(limits=limits)) as opened:
-            encoder = opened.loaded.encoder
-            chunks = split(encoder.num_tokens)
+            chunks = split(opened.loaded.encoder.num_tokens)
             texts = [chunk.text for chunk in chunks]
-            ids = [chunk.id for chunk in chunks]
-            done = asdict(opened.precompute(texts, ids=ids, **index))
+            done = asdict(opened.precompute(texts, ids=[chunk.id for chunk in chunks], **index))
     counts = {
         "documents": len(documents),
         "chunks": len(chunks),
@@ -100,7 +98,7 @@ def precompute(
     show(counts | done, table, as_json=as_json, ok=not done["failed"])
 
 
-def _rows(counts: Mapping[str, int], done: Mapping[str, Any]) -> dict[str, Any]:
+def _rows(counts: Mapping[str, int], done: Given) -> Given:
     """Return the rows of the table that sums up a run."""
     return {
         "documents": counts["documents"],

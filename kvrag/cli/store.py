@@ -22,6 +22,7 @@ from kvrag.cli.options import (
     Given,
     KVDir,
     Namespace,
+    Words,
     is_on_command_line,
     key_options,
     parse_bytes,
@@ -36,9 +37,7 @@ from kvrag.evaluate.estimate import human_bytes
 if TYPE_CHECKING:
     from kvrag.store import TieredStore
 
-Documents = Annotated[
-    list[str] | None, typer.Option("--document", help="Id of a document; may be repeated.")
-]
+Documents = Annotated[Words, typer.Option("--document", help="Id of a document; may be repeated.")]
 _COLLECTION = typer.Option(help="All documents whose ids begin with NAME/; may be repeated.")
 _ALL = typer.Option(
     "--all", help="Everything of every namespace, or of --namespace if that is given."
@@ -115,13 +114,8 @@ def _existing_store(kv_dir: str, **options: Any) -> Iterator[TieredStore]:
     _check_is_store(kv_dir)
     from kvrag.store import open_store
 
-    limits = {
-        "ram_bytes": 0,
-        "min_free_bytes": 0,
-        **options,
-        **store_options(kv_dir),
-    }
-    with closing(open_store(kv_dir, StoreConfig(**limits))) as store:
+    config = StoreConfig(ram_bytes=0, min_free_bytes=0, **options, **store_options(kv_dir))
+    with closing(open_store(kv_dir, config)) as store:
         yield store
 
 
@@ -189,7 +183,7 @@ def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
     )
 
 
-def _groups(store: TieredStore) -> list[dict[str, Any]]:
+def _groups(store: TieredStore) -> list[Given]:
     """Return the chunks, tokens and bytes stored per model, namespace and prefix."""
     from kvrag.identity.fingerprint import ids_digest
     from kvrag.identity.weights import kept_name
@@ -226,14 +220,12 @@ def documents(
 
     A chunk of several documents counts for all of them.
     """
-    found: list[dict[str, Any]] = []
+    found = list[Given]()
     with _existing_store(kv_dir) as store:
         held = store.catalog
         space = store.names.namespace(namespace)
         for doc_id in sorted(held.documents(space)):
-            records = [
-                record for key in held.document_keys(space, doc_id) if (record := held.get(key))
-            ]
+            records = [*filter(None, map(held.get, held.document_keys(space, doc_id)))]
             found.append(
                 {
                     "document": doc_id,
@@ -276,9 +268,9 @@ def fsck(
         )
     with _existing_store(kv_dir) as store:
         head = f"Checked {kv_dir}: {_size(store)}."
-        keys = (
-            check.sample(sorted(store.listed()), *map(int, sample.split("/"))) if sample else None
-        )
+        keys = None
+        if sample:
+            keys = check.sample(sorted(store.listed()), *map(int, sample.split("/")))
         report = check.fsck(store, keys, verify_data=verify_data)
     found = asdict(report)
     lines = _told(_FINDS, found | {"rejected": len(report.rejected)})
@@ -318,7 +310,7 @@ def gc(
 def rm(
     context: typer.Context,
     document: Documents = None,
-    collection: Annotated[list[str] | None, _COLLECTION] = None,
+    collection: Annotated[Words, _COLLECTION] = None,
     everything: Annotated[bool, _ALL] = False,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Don't ask whether --all is meant.")
@@ -357,8 +349,12 @@ def rm(
         f"{name}: {f'erased, with {chunks} chunk(s)' if name in known else 'is not known here'}"
         for name, chunks in erased.items()
     ]
-    found = {"erased_chunks": erased, "unknown": unknown}
-    show(found, *lines, as_json=as_json, ok=len(unknown) < len(erased))
+    show(
+        {"erased_chunks": erased, "unknown": unknown},
+        *lines,
+        as_json=as_json,
+        ok=len(unknown) < len(erased),
+    )
 
 
 def _rm_all(kv_dir: str, namespace: str | None, *, yes: bool, as_json: bool) -> None:
@@ -444,7 +440,7 @@ def import_(
     _report_copy(f"Imported into {kv_dir}", counts, {}, as_json=as_json)
 
 
-def _report_copy(title: str, counts: tuple[int, int, int], more: Given, *, as_json: bool) -> None:
+def _report_copy(title: str, counts: tuple[int, ...], more: Given, *, as_json: bool) -> None:
     """Print the counts of a copy; exit status 1 if a chunk could not be read."""
     named = dict(zip(("copied", "there_already", "unreadable"), counts, strict=True))
     line = "{}: {} chunk(s); {} were there already, {} could not be read"

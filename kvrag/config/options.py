@@ -47,7 +47,7 @@ Strategy = Literal[
     "query_runs",
 ]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
-MODES: tuple[str, ...] = get_args(Mode)
+MODES = get_args(Mode)
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
 # A function that returns the key, or "env:NAME"; never the key itself.
@@ -303,7 +303,7 @@ class RepairConfig:
 
 # Names that ``repair`` may have instead of a config. ``auto``: the result of
 # :meth:`kvrag.KVRagEngine.calibrate`, else the default.
-REPAIRS: dict[str, RepairConfig | None] = {
+REPAIRS = {
     "auto": None,
     "fast": RepairConfig.fast(),
     "careful": RepairConfig.careful(),

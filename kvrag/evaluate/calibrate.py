@@ -103,10 +103,11 @@ class Profile:
         return self.kept.reaches(self.max_mean_kl, self.min_top1)
 
     def __str__(self) -> str:
-        kl = self.kept.mean_kl
-        top1 = self.kept.top1
         missed = "" if self.is_reached else ", which misses the target"
-        return f"calibrated on {self.prompts} prompts: mean KL {kl:.3f}, top-1 {top1:.0%}{missed}"
+        return (
+            f"calibrated on {self.prompts} prompts: mean KL {self.kept.mean_kl:.3f}, "
+            f"top-1 {self.kept.top1:.0%}{missed}"
+        )
 
 
 def check_sample(prompts: int, *, keep: bool) -> None:
@@ -260,10 +261,10 @@ def _trial(
             lost += score(answer.text, reference.question.answers) < IS_RIGHT
         progress.advance()
     rows, cost, kls, tops = zip(*figures, strict=True)
-    errors = [stdev(values) / len(values) ** 0.5 for values in (kls, tops)]
+    kl_error, top1_error = (stdev(values) / len(values) ** 0.5 for values in (kls, tops))
     share = lost / max(1, sum(reference.is_right for reference in references))
     return Trial(
-        repair, fmean(rows), fmean(cost), fmean(kls), errors[0], fmean(tops), errors[1], share
+        repair, fmean(rows), fmean(cost), fmean(kls), kl_error, fmean(tops), top1_error, share
     )
 
 

@@ -59,7 +59,7 @@ class ModelShape:
         return " + ".join([own, *map(str, self.others)])
 
 
-PRESETS: dict[str, ModelShape] = {
+PRESETS = {
     "deepseek-r1": ModelShape(61, 1, 64, value_dim=512),
     "deepseek-v3": ModelShape(61, 1, 64, value_dim=512),
     "gemma-2-2b": ModelShape(26, 4, 256),

@@ -33,15 +33,17 @@ _ADDRESSES = 2**32  # larger integers may be addresses of objects, which differ 
 _STANDARD = sys.stdlib_module_names - {"builtins"}
 _OF_MODULES = frozenset(vars(Module()))
 
+Tensors = dict[str, Tensor]  # by the place where a model keeps them
 
-def kept_beside(model: Module) -> dict[str, Tensor]:
+
+def kept_beside(model: Module) -> Tensors:
     """Return the tensors beside parameters and buffers, with the settings that stand beside them.
 
     The settings of an object are a tensor of their text. Raises :class:`UnsupportedModelError` for
     an object that can't be looked into.
     """
     home = type(model).__module__.rpartition(".")[0] or type(model).__module__
-    found: dict[str, Tensor] = {}
+    found = Tensors()
     seen: dict[int, Any] = {}  # by id; the objects are kept, so that no id is reused
     for name, module in model.named_modules():
         places = {
@@ -50,8 +52,9 @@ def kept_beside(model: Module) -> dict[str, Tensor]:
             if tensor is not None and not is_packed(tensor)
         }
         if not f"{type(module).__module__}.".startswith((*_ORDINARY, f"{home}.")):
-            own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
-            places[""] = own
+            places[""] = {
+                key: value for key, value in vars(module).items() if key not in _OF_MODULES
+            }
         for place, values in places.items():
             try:
                 for key, value in values.items():
@@ -69,7 +72,7 @@ class _OpaqueError(Exception):
     """An object can't be looked into; the message names it."""
 
 
-def _reached(value: Any, path: str, seen: dict[int, Any]) -> dict[str, Tensor]:
+def _reached(value: Any, path: str, seen: dict[int, Any]) -> Tensors:
     """Return the tensors that an object leads to, by their paths."""
     if isinstance(value, Tensor):
         return {path: value.detach()}
@@ -80,7 +83,7 @@ def _reached(value: Any, path: str, seen: dict[int, Any]) -> dict[str, Tensor]:
     seen[id(value)] = value
     parts = dict(_parts(value, path))
     seen[id(parts)] = parts
-    found: dict[str, Tensor] = {}
+    found = Tensors()
     for key, part in parts.items():
         found |= _reached(part, f"{path}.{key}", seen)
     if found:

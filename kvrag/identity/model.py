@@ -34,7 +34,7 @@ from kvrag.identity.adapters import (
     settings_of,
     state_of,
 )
-from kvrag.identity.beside import kept_beside
+from kvrag.identity.beside import Tensors, kept_beside
 from kvrag.identity.describe import (
     attention_text,
     config_text,
@@ -126,14 +126,14 @@ def weights_digest(model: Module) -> str:
     )
 
 
-def _own_and_added(model: Module) -> tuple[dict[str, Tensor], list[Tensor]]:
+def _own_and_added(model: Module) -> tuple[Tensors, list[Tensor]]:
     """Return the tensors of a model without adapters, by name, and the tensors of its adapters.
 
     Leaves out the buffers that forwards move.
     """
     added = tuple(f"{name}." for name in _added_by_adapters(model))
     moving = _moving_buffers(model)
-    own: dict[str, Tensor] = {}
+    own = Tensors()
     others: list[Tensor] = []
     # Not by ``state_dict``: bitsandbytes' unpacks weights for it, and its next forward packs them.
     for name, tensor in (

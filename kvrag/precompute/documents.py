@@ -24,7 +24,7 @@ from kvrag.prompt.messages import check_chunk_text
 from kvrag.prompt.spans import text_entry
 from kvrag.prompt.tokenizer import check_encodable
 from kvrag.store import Catalog, TieredStore
-from kvrag.types import ChunkIdentity, ChunkKey, DocIds, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, DocIds, Reasons, TextEntry
 
 if TYPE_CHECKING:
     from kvrag.precompute.run import Precompute
@@ -70,7 +70,7 @@ class Items(list[Item]):
         return [item.doc_id for item in self if item.fault and item.doc_id is not None]
 
     @property
-    def faults(self) -> list[tuple[str, str]]:
+    def faults(self) -> Reasons:
         """``(id, reason)`` of items that UTF-8 can't encode, as in a report."""
         numbered = enumerate(self)
         return [

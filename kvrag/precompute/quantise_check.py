@@ -137,9 +137,7 @@ def kept_verdict(file: Path) -> Verdict | None:
     """Read a verdict that passed; ``None`` for anything else, such as a damaged file."""
     try:
         verdict = Verdict(**json.loads(file.read_text("utf-8")))
-        if verdict.passed:
-            return verdict
-        return None
+        return verdict if verdict.passed else None
     except (OSError, ValueError, TypeError):
         return None
 

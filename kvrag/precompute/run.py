@@ -35,7 +35,7 @@ from kvrag.runtime import POOL
 from kvrag.store import TieredStore
 from kvrag.store.base import NewKV
 from kvrag.store.writing import MEANWHILE
-from kvrag.types import ChunkIdentity, ChunkKV, PrecomputeReport, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKV, PrecomputeReport, Reasons, TextEntry
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +108,9 @@ class Precompute:
         self._linked: list[NewChunk] = []
         self._done: list[NewChunk] = []
         self.stored = self.skipped = self.stored_bytes = 0
-        self.failed = list[tuple[str, str]]()
+        self.failed = Reasons()
         self._unstored = list[NewChunk]()
-        self.short = list[tuple[str, str]]()
+        self.short = Reasons()
 
     def run(
         self, items: Items, *, batch_size: int = 8, show_progress: bool | None = False
@@ -146,9 +146,13 @@ class Precompute:
         withdraw(self.store, unstored)
         if self.is_asked_for:
             tell_short(self.store, self.short)
-        seconds = time.perf_counter() - start
         return PrecomputeReport(
-            self.stored, self.skipped, self.failed, self.stored_bytes, seconds, self.short
+            self.stored,
+            self.skipped,
+            self.failed,
+            self.stored_bytes,
+            time.perf_counter() - start,
+            self.short,
         )
 
     def _distinct(self, items: Items) -> list[NewChunk]:

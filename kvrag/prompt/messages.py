@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvrag.errors import InputError
-from kvrag.prompt.tools import Message, calls_with_dicts
+from kvrag.prompt.tools import JsonObject, Message, calls_with_dicts
 from kvrag.types import Chunk
 
 # Returns the placeholder of a chunk's text in a message's text.
@@ -205,7 +205,7 @@ def _is_unshown(kind: str) -> bool:
     return is_foreign or kind in (*_HINTS, *_THOUGHTS) or kind.startswith("mcp_")
 
 
-def _block_text(block: Mapping[str, Any], kind: str, hold: Hold, *, is_unshown: bool) -> str:
+def _block_text(block: JsonObject, kind: str, hold: Hold, *, is_unshown: bool) -> str:
     """Return the text of a document, of a result, or of a call with results; a line per text.
 
     The text of a document is a chunk.
@@ -219,9 +219,7 @@ def _block_text(block: Mapping[str, Any], kind: str, hold: Hold, *, is_unshown: 
     return "".join([f"{text}\n" for text in (*about, *body)])
 
 
-def _about_and_body(
-    block: Mapping[str, Any], kind: str, hold: Hold | None
-) -> tuple[list[str], list[str]]:
+def _about_and_body(block: JsonObject, kind: str, hold: Hold | None) -> tuple[list[str], list[str]]:
     """Return the texts that describe a block, and the texts in it.
 
     Raises :class:`InputError` for media.

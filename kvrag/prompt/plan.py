@@ -34,6 +34,8 @@ OTHER_CONTEXT = "encoded behind a context, which this prompt does not have: repa
 OTHER_PREFIX = "encoded behind another prefix than this prompt has: repaired with a larger ratio"
 NO_IDS = ids_digest(())  # the prefix that prefixes stand behind
 
+Identities = dict[TokenIds, ChunkIdentity]  # of stored chunks, by their tokens
+
 
 @dataclass(slots=True)
 class Lookup:
@@ -57,7 +59,7 @@ class Lookup:
     context: str
     min_tokens: int
     prefix: str = ""
-    found: dict[TokenIds, ChunkIdentity] = field(default_factory=dict)
+    found: Identities = field(default_factory=dict)
 
     def identity(self, ids: TokenIds, prefix: str, context: str = "") -> ChunkIdentity:
         """Return the identity of a chunk behind a prefix and a context."""
@@ -94,7 +96,7 @@ class Lookup:
         if left:
             self.found |= self.deadline.ask(
                 lambda: self._elsewhere(left),
-                dict[TokenIds, ChunkIdentity](),
+                Identities(),
                 what="the KV store's catalog",
             )
         return known
@@ -106,13 +108,13 @@ class Lookup:
             return found
         return None
 
-    def _elsewhere(self, runs: Iterable[TokenIds]) -> dict[TokenIds, ChunkIdentity]:
+    def _elsewhere(self, runs: Iterable[TokenIds]) -> Identities:
         """Map runs of ids to the newest stored variant behind any prefix and context.
 
         A variant with the own ``kv_dtype`` is preferred. Runs without any variant are left out.
         """
         dtypes = sorted(KV_DTYPES, key=lambda dtype: dtype != self.kv_dtype)
-        found = dict[TokenIds, ChunkIdentity]()
+        found = Identities()
         for ids in runs:
             for dtype in dtypes:
                 identity = replace(self.identity(ids, ""), kv_dtype=dtype)

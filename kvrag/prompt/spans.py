@@ -195,12 +195,10 @@ class _Table(NamedTuple):
         return bool((self.digests[rows][self.lengths[rows] == length] == words).all(axis=1).any())
 
     def _with_head(self, head: np.uint64 | int) -> slice:
-        first, stop = (
-            int(np.searchsorted(self.heads, np.uint64(head), side)) for side in ("left", "right")
-        )
-        return slice(first, stop)
+        first, count = self.rows_of(np.uint64(head))
+        return slice(int(first), int(first + count))
 
-    def rows_of(self, heads: Hashes) -> tuple[Integers, Integers]:
+    def rows_of(self, heads: Hashes | np.uint64) -> tuple[Integers, Integers]:
         """Return the first row and the number of rows, per head."""
         first = np.searchsorted(self.heads, heads, "left")
         return first, np.searchsorted(self.heads, heads, "right") - first
@@ -243,12 +241,9 @@ class _Table(NamedTuple):
         rows = _ranges(first, counts)
         starts = np.repeat(places, counts)
         ends = starts + table.lengths[rows] - ANCHOR_CHARS
-        inside = ends < len(windows)
-        rows = rows[inside]
-        starts = starts[inside]
-        ends = ends[inside]
-        fits = windows[ends] == table.tails[rows]
-        return np.stack([starts[fits], table.lengths[rows[fits]]])
+        inside = np.flatnonzero(ends < len(windows))
+        found = inside[windows[ends[inside]] == table.tails[rows[inside]]]
+        return np.stack([starts[found], table.lengths[rows[found]]])
 
 
 _NOTHING = _Table.build(())

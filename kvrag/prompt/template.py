@@ -24,7 +24,7 @@ from kvrag.prompt.marks import (
 )
 from kvrag.prompt.messages import check_chunk_text, describe, plain_messages
 from kvrag.prompt.tokenizer import Piece, SegmentTokenizer, check_encodable
-from kvrag.prompt.tools import Message, Tools, render_tools, what_is_shown
+from kvrag.prompt.tools import JsonObject, Message, Tools, render_tools, what_is_shown
 from kvrag.types import Chunk, Span
 
 # A rendered prompt, chat messages (``role`` and ``content``), explicit segments (live text and
@@ -47,7 +47,7 @@ class Chat:
     """
 
     tools: Tools = ()
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: JsonObject = field(default_factory=dict)
     continues: bool = False
 
 
@@ -77,7 +77,7 @@ class PromptEncoder(SegmentTokenizer):
     """
 
     tools: Tools = ()
-    variables: Mapping[str, Any] = {}
+    variables = PLAIN.variables
 
     def __init__(self, tokenizer: Any, model: Any = None) -> None:
         super().__init__(tokenizer, model)
@@ -88,7 +88,7 @@ class PromptEncoder(SegmentTokenizer):
         self._proven = set[object]()
         self._warned = set[str]()
 
-    def with_variables(self, variables: Mapping[str, Any] | None) -> PromptEncoder:
+    def with_variables(self, variables: JsonObject | None) -> PromptEncoder:
         """Return an encoder whose chat template gets these variables as well."""
         encoder = copy(self)
         encoder.variables = {**self.variables, **(variables or {})}
@@ -283,7 +283,7 @@ class PromptEncoder(SegmentTokenizer):
         messages: Sequence[Message],
         tools: Tools = (),
         *,
-        variables: Mapping[str, Any] = PLAIN.variables,
+        variables: JsonObject = PLAIN.variables,
         continues: bool = False,
         add_generation_prompt: bool = True,
     ) -> str:

@@ -143,7 +143,7 @@ class SegmentTokenizer:
                 f"document as text (split_special_tokens: {error}); load the model's fast "
                 "tokenizer with AutoTokenizer.from_pretrained(...)"
             ) from error
-        self.bos_ids: list[int] = _before(alone, self._private.ids(tokenizer, "a"))
+        self.bos_ids = _before(alone, self._private.ids(tokenizer, "a"))
         newline = self._encode("\n", as_text=True)
         self.has_dummy_prefix = self._encode("\na", as_text=True) != newline + alone
         control = control_tokens(tokenizer)
@@ -314,9 +314,10 @@ class SegmentTokenizer:
     def _all_ids(self, text: str, *, as_text: bool) -> list[int]:
         if not text:
             return []
-        settings = {"add_special_tokens": False, "split_special_tokens": as_text}
         try:
-            return self._private.ids(self.tokenizer, text, **settings)
+            return self._private.ids(
+                self.tokenizer, text, add_special_tokens=False, split_special_tokens=as_text
+            )
         except Exception as error:  # tokenizers' own errors share no base class
             raise UnreadableTextError(
                 f"the tokenizer can't encode the text that begins {text[:20]!r} ({error}); "

@@ -15,8 +15,9 @@ from typing import Any
 
 from kvrag.errors import ConfigError, InputError
 
-Message = Mapping[str, Any]
-Tools = tuple[Mapping[str, Any], ...]
+JsonObject = Mapping[str, Any]
+Message = JsonObject
+Tools = tuple[JsonObject, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class ResponseFormat:
 
     tools: Tools = ()
     choice: str = "auto"
-    schema: Mapping[str, Any] | None = None
+    schema: JsonObject | None = None
 
 
 TEXT = ResponseFormat()
@@ -103,12 +104,12 @@ def _field(value: Any, name: str) -> Any:
     return None
 
 
-def name_of(tool: Mapping[str, Any]) -> str:
+def name_of(tool: JsonObject) -> str:
     """Return the name of a tool's function."""
     return str(tool["function"]["name"])
 
 
-def _checked_tool(tool: Any) -> Mapping[str, Any]:
+def _checked_tool(tool: Any) -> JsonObject:
     function = _field(tool, "function")
     name = _field(function, "name")
     schema = _field(function, "parameters")
@@ -121,7 +122,7 @@ def _checked_tool(tool: Any) -> Mapping[str, Any]:
     return {"type": "function", **tool}
 
 
-def _checked_schema(response_format: Any) -> Mapping[str, Any] | None:
+def _checked_schema(response_format: Any) -> JsonObject | None:
     kind = _field(response_format, "type")
     if response_format is None or kind == "text":
         return None

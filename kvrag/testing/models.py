@@ -30,12 +30,6 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -86,8 +80,8 @@ _CAPPED = {"sliding_window": 48, "attn_logit_softcapping": 20.0, "query_pre_attn
 _LAST_FULL = ["sliding_attention"] * 3 + ["full_attention"]
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 # Two of six layers keep no KV: the first of them reads layer 2, the other layer 3.
-_SHARING = [*_ALTERNATING, "sliding_attention", "full_attention"]
 _SHARED = {
+    "layer_types": [*_ALTERNATING, "sliding_attention", "full_attention"],
     "num_hidden_layers": 6,
     "num_kv_shared_layers": 2,
     "sliding_window": 48,
@@ -158,7 +152,10 @@ TINY: dict[str, dict[str, Any]] = {
     "llama-llama3-rope": {
         "model_type": "llama",
         "rope_parameters": {
-            **_LLAMA3,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "rope_theta": 10000.0,
             "original_max_position_embeddings": 512,
         },
@@ -179,7 +176,6 @@ TINY: dict[str, dict[str, Any]] = {
     "gemma3_text": _GEMMA3,
     "gemma3n_text": {
         **_SHARED,
-        "layer_types": _SHARING,
         "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0, 0.0],
         "laurel_rank": 8,
         "final_logit_softcapping": 30.0,
@@ -187,7 +183,6 @@ TINY: dict[str, dict[str, Any]] = {
     "gemma4_text": {
         **_SHARED,
         **_GEMMA4,
-        "layer_types": _SHARING,
         "use_double_wide_mlp": True,
     },
     "gemma4-key-values": {"model_type": "gemma4_text", **_GEMMA4, **_KEYS_AS_VALUES},
@@ -329,7 +324,6 @@ TINY: dict[str, dict[str, Any]] = {
         "text_config": {
             **_SHARED,
             **_GEMMA4,
-            "layer_types": _SHARING,
             "use_double_wide_mlp": True,
         },
         "vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 16},

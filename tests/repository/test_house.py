@@ -62,11 +62,11 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_860,
+    "core": 155_596,
     "adapters": 6_352,
-    "cli": 14_975,
-    "evaluate": 7_095,
-    "testing": 4_295,
+    "cli": 14_745,
+    "evaluate": 7_073,
+    "testing": 4_278,
     "langchain": 15_646,
     "llama_index": 11_853,
     "ray": 4_972,
@@ -136,14 +136,12 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
         "kvrag/kv/layers.py": 3_026,
         "kvrag/model/proof.py": 3_210,
         "kvrag/model/traits.py": 2_720,
-        "kvrag/precompute/run.py": 2_625,
         "kvrag/store/catalog/changes.py": 2_750,
         "kvrag/kv/format.py": 2_750,
     },
     "large functions": {
         "kvrag/blend/prefill.py::prefill": 515,
         "kvrag/cli/measure.py::calibrate": 480,
-        "kvrag/cli/measure.py::evaluate": 460,
         "kvrag/cli/precompute.py::precompute": 475,
         "kvrag/model/attention.py::_by_blocks": 420,
         "kvrag/model/traits.py::find_traits": 430,
