@@ -62,7 +62,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_860,
+    "core": 155_722,
     "adapters": 6_331,
     "cli": 14_975,
     "evaluate": 7_095,
@@ -71,7 +71,7 @@ AREAS = {
     "llama_index": 11_853,
     "ray": 4_972,
     "server": 19_170,
-    "shared": 3_200,
+    "shared": 3_170,
     "vllm": 15_000,
 }
 """Most syntax nodes of each area. The core answers requests and stores chunks: ``kvrag/`` without the rooms that are areas."""
