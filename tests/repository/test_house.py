@@ -62,7 +62,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_507,
+    "core": 155_420,
     "adapters": 6_331,
     "cli": 14_975,
     "evaluate": 7_095,
