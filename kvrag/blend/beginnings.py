@@ -218,8 +218,10 @@ def _compared(model: PlainLM, seed: int) -> Pieces:
 
 def _num_compared(model: PlainLM) -> int:
     """Return the tokens of a prompt that crosses a short window."""
-    names = ("sliding_window", "attention_chunk_size")
-    windows = [getattr(model.config, name, None) or 0 for name in names]
+    windows = [
+        getattr(model.config, name, None) or 0
+        for name in ("sliding_window", "attention_chunk_size")
+    ]
     crossed = [window + 48 for window in windows if window <= CROSSABLE_WINDOW]
     return min(max([96, *crossed]), model.context_window - 2)
 

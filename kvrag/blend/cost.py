@@ -119,8 +119,9 @@ def is_wrong(took: float, predicted: float) -> bool:
 
     Both arguments are in milliseconds.
     """
-    is_far_off = max(took, predicted) > WRONG * min(took, predicted)
-    return is_far_off and abs(took - predicted) > NOTABLE_MS
+    return (
+        max(took, predicted) > WRONG * min(took, predicted) and abs(took - predicted) > NOTABLE_MS
+    )
 
 
 # Costs of a model that can't be measured: 1 per computed row, and 160 per repaired prompt.
@@ -202,8 +203,11 @@ class Price:
         """Explain why repaired reuse is rejected, with its cost and that of the alternatives."""
         price = self.of(layout)
         other = self.of(exact)
-        full = self.of(layout.only_live())
-        costs = {"reuse": price, "exact reuse alone": other, "full prefill": full}
+        costs = {
+            "reuse": price,
+            "exact reuse alone": other,
+            "full prefill": self.of(layout.only_live()),
+        }
         if not (exact.reused or exact.history):
             del costs["exact reuse alone"]
         is_close = "" if price >= other else ", and an approximation must save 4%"
@@ -303,11 +307,12 @@ class CostModel:
         self._misses += is_wrong(took, predicted)
         self._refusals = self._refusals + 1 if is_refused else 0
         if self._misses >= self._patience:
-            words = (
+            logger.warning(
                 "a prompt took %.0f ms to compute, and %.0f ms were predicted; "
-                "measuring the prices again"
+                "measuring the prices again",
+                took,
+                predicted,
             )
-            logger.warning(words, took, predicted)
         elif self._refusals < REFUSALS * self._patience:
             return
         self.costs = None
@@ -319,14 +324,16 @@ class CostModel:
     @cached_property
     def _file(self) -> Path:
         # Everything that changes the times: other machines and drivers measure anew.
-        where = {
-            "threads": str(torch.get_num_threads()),
-            "cores": str(os.cpu_count()),
-            "processor": _line("/proc/cpuinfo", "model name") or platform.processor(),
-            "driver": f"{torch.version.cuda}, {_line('/proc/driver/nvidia/version', 'NVRM')}",
-            "prices": VERSION,
-        }
-        return kept_file("cost", self._loaded.reusable, self._loaded.fingerprint, **where)
+        return kept_file(
+            "cost",
+            self._loaded.reusable,
+            self._loaded.fingerprint,
+            threads=str(torch.get_num_threads()),
+            cores=str(os.cpu_count()),
+            processor=_line("/proc/cpuinfo", "model name") or platform.processor(),
+            driver=f"{torch.version.cuda}, {_line('/proc/driver/nvidia/version', 'NVRM')}",
+            prices=VERSION,
+        )
 
 
 def _line(path: str, beginning: str) -> str:
@@ -390,12 +397,16 @@ def measured(lm: CausalLM) -> Costs:
     took = [*times.values()]
     own = tuple([max(0.0, min(took[n:]) - pair * rows**2 / 2) for n, rows in enumerate(sizes)])
     row = max(0.0, own[-1] - float(np.interp(most / 2, sizes, own))) / (most / 2)
-    each = {
-        "disk": lm.kv_bytes_per_token * DISK_MS_PER_BYTE,
-        "stitch": lm.kv_bytes_per_token * _stitch_ms(lm.device),
-        "request": max(0.0, own[0] - row * SIZES[0]),
-    }
-    return Costs((sizes, own), row, pair, each)
+    return Costs(
+        (sizes, own),
+        row,
+        pair,
+        {
+            "disk": lm.kv_bytes_per_token * DISK_MS_PER_BYTE,
+            "stitch": lm.kv_bytes_per_token * _stitch_ms(lm.device),
+            "request": max(0.0, own[0] - row * SIZES[0]),
+        },
+    )
 
 
 def _stitch_ms(device: torch.device) -> float:

@@ -207,9 +207,16 @@ def prefill(
         if history and layout.history:
             with clock.stage("history"):
                 history.fill(buffer.layers, layout.history.num_rows)
-        ids = torch.tensor(token_ids)
         selected, logits = _blended(
-            model, buffer, layout, plan.encoder, ids, config, kvs, clock, cancel
+            model,
+            buffer,
+            layout,
+            plan.encoder,
+            torch.tensor(token_ids),
+            config,
+            kvs,
+            clock,
+            cancel,
         )
     if price is not None:
         with clock.stage("price", least_s=NOTABLE_S):
@@ -306,8 +313,7 @@ def _measured(
     if "covariance" in needs or config.shift:
         recorded = model.recorded
         run = None if recorded is None or buffer.start is None else recorded.run
-        mass = measured.get("mass")
-        measured["covariance"] = RowCovariance.of(buffer, layout, mass, run=run)
+        measured["covariance"] = RowCovariance.of(buffer, layout, measured.get("mass"), run=run)
     return measured
 
 

@@ -64,17 +64,19 @@ def probe(
         Float32 ``(N,)`` on the host: attention mass per row (see
         :class:`~kvrag.model.attention.Mass`), summed over layers.
     """
-    layers = probed_layers(span, model.depth)
     live = layout.live_rows
     total = layout.num_tokens
     suffix = layout.num_suffix
     num_again = max(0, min(suffix, REREAD, model.reuse_window - total))
     again = torch.arange(total, total + num_again)
-    rows = torch.cat([live, again])
-    # The last tokens of the prompt come again, at positions behind it.
-    ids = token_ids[torch.cat([live, again - num_again])]
     _, mass = model.forward(
-        ids, Rows.at(rows), buffer, logits=0, mass_rows=suffix + num_again, mass_layers=layers
+        # The last tokens of the prompt come again, at positions behind it.
+        token_ids[torch.cat([live, again - num_again])],
+        Rows.at(torch.cat([live, again])),
+        buffer,
+        logits=0,
+        mass_rows=suffix + num_again,
+        mass_layers=probed_layers(span, model.depth),
     )
     assert mass is not None
     return mass[:total].cpu()
@@ -235,9 +237,13 @@ class ResidualShift:
         Their number becomes a multiple of 8 by repeating the last row with a weight of 0.
         """
         spare = -len(self.at) % 8
-        weights = torch.nn.functional.pad(self.weights.to(dtype), (0, spare))
         picked, at = (torch.cat([x, x[-1:].expand(spare)]) for x in (self.picked, self.at))
-        return replace(self, picked=picked, at=at, weights=weights)
+        return replace(
+            self,
+            picked=picked,
+            at=at,
+            weights=torch.nn.functional.pad(self.weights.to(dtype), (0, spare)),
+        )
 
 
 def may_shift(layout: Layout, selected: Tensor | None, strength: float) -> bool:

@@ -100,8 +100,12 @@ def _seam_rows(signals: Signals) -> Tensor:
     """
     skip = signals.config.first_k
     counts = [max(0, math.ceil(signals.ratio * s.num_rows) - skip) for s in signals.stale]
-    ends = [s.stop for s in signals.stale]
-    return rows_of([Segment(end - n, end, "chunk") for n, end in zip(counts, ends, strict=True)])
+    return rows_of(
+        [
+            Segment(s.stop - count, s.stop, "chunk")
+            for s, count in zip(signals.stale, counts, strict=True)
+        ]
+    )
 
 
 def _top_rows(signals: Signals, by: Signal) -> Tensor:
@@ -218,8 +222,7 @@ NEEDS: dict[str, frozenset[Signal]] = {
 
 def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
     """Return the signals to measure before selection; empty if the budget leaves no choice."""
-    num_stale = layout.num_stale
-    if _num_heads(layout, config) < num_selected(layout, config) < num_stale:
+    if _num_heads(layout, config) < num_selected(layout, config) < layout.num_stale:
         return NEEDS.get(config.strategy, frozenset())
     return frozenset()
 
@@ -267,7 +270,7 @@ def num_selected(layout: Layout, config: RepairConfig) -> int:
 
 def _num_heads(layout: Layout, config: RepairConfig) -> int:
     """Return the number of heads of stale chunks: every strategy but ``none`` repairs them."""
-    return sum([min(s.stop - s.start, config.first_k) for s in layout.stale])
+    return sum([min(s.num_rows, config.first_k) for s in layout.stale])
 
 
 def effective_ratio(layout: Layout, config: RepairConfig, num_stale: int) -> float:
@@ -275,7 +278,6 @@ def effective_ratio(layout: Layout, config: RepairConfig, num_stale: int) -> flo
     ratio = config.recompute_ratio
     if ratio is None:
         ratio = min(MOST_SHARE, BASE_SHARE + BASE_ROWS / max(1, num_stale))
-    is_mismatched = any([segment.is_mismatched for segment in layout.stale])
-    if ratio > 0 and is_mismatched:
+    if ratio > 0 and any([segment.is_mismatched for segment in layout.stale]):
         return max(ratio, config.mismatch_ratio)
     return ratio

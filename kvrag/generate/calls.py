@@ -109,10 +109,13 @@ class ParsedCalls:
             self._parser = None
             self.found = ()
             return self._shown(self._text[self._num_shown :])
-        chunks = [
-            e["text"] for e in events if e["type"] == "region_chunk" and e["field"] == "content"
-        ]
-        return "".join(map(self._shown, chunks))
+        return "".join(
+            [
+                self._shown(e["text"])
+                for e in events
+                if e["type"] == "region_chunk" and e["field"] == "content"
+            ]
+        )
 
     def _shown(self, text: str) -> str:
         self._num_shown = self._text.find(text, self._num_shown) + len(text)

@@ -105,8 +105,9 @@ def processors_of(
     """
     longest = len(prompt_ids) + max_new_tokens
     merged = merged_config(model.generation_config, config, longest, eos_ids)
-    ends = torch.tensor(sorted(eos_ids), device=model.device) if eos_ids else None
-    merged._eos_token_tensor = ends
+    merged._eos_token_tensor = (
+        torch.tensor(sorted(eos_ids), device=model.device) if eos_ids else None
+    )
     _warn_of_what_is_not_done(model)
     own = LogitsProcessorList()
     if config.frequency_penalty or config.presence_penalty or config.logit_bias:
@@ -123,8 +124,9 @@ def processors_of(
         )
     except (AttributeError, TypeError):  # this version of transformers makes them differently
         # The documented way takes ten times as long.
-        made = loop_arguments(model, ids, generation_config=merged, logits_processor=own)
-        found = made["logits_processor"]
+        found = loop_arguments(model, ids, generation_config=merged, logits_processor=own)[
+            "logits_processor"
+        ]
     return cast(LogitsProcessorList, found)
 
 
@@ -142,9 +144,8 @@ def merged_config(
     merged.num_beams = 1
     if isinstance(merged.watermarking_config, dict):  # as JSON has it
         merged.watermarking_config = WatermarkingConfig.from_dict(merged.watermarking_config)
-    is_greedy = config.is_greedy
-    merged.do_sample = not is_greedy
-    merged.temperature = None if is_greedy else float(config.temperature)
+    merged.do_sample = not config.is_greedy
+    merged.temperature = None if config.is_greedy else float(config.temperature)
     for name in ("top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens"):
         given = getattr(config, name)
         if given is not None:
@@ -221,10 +222,7 @@ def turn_end(encoder: PromptEncoder) -> int | None:
         return None
     behind = rendered.partition(_ANSWER)[2].lstrip()
     tokens = control_tokens(encoder.tokenizer)
-    found = [text for text in tokens if behind.startswith(text)]
-    if found:
-        return tokens[max(found, key=len)]
-    return None
+    return tokens.get(max(filter(behind.startswith, tokens), key=len, default=""))
 
 
 def _ids_of(given: int | Iterable[int] | None) -> frozenset[int]:

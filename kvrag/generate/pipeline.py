@@ -106,8 +106,7 @@ class QueryPipeline:
         price = None
         if request.mode == "auto":
             price = self.costs.price(plan, request.repair, self.store)
-        outcome = outcome_of(plan, request.mode, price)
-        explained = explain_plan(plan, *outcome, lookup)
+        explained = explain_plan(plan, *outcome_of(plan, request.mode, price), lookup)
         explained.notes.extend(in_words(self.loaded.lm, total, self._state_bytes))
         if plan.has_mismatch and (variables := self.loaded.encoder.date_variables) is not None:
             named = f", as chat_template_kwargs={{{variables[0]!r}: ...}}" if variables else ""
@@ -137,8 +136,7 @@ class QueryPipeline:
             space = self._space(request, deadline)
             plan, lookup = self._planned(request, deadline)
             if request.mode in ("auto", "stitch"):
-                stores = self.write_back is not None
-                self.stats.watch.notice(plan, lookup, is_stored_later=stores)
+                self.stats.watch.notice(plan, lookup, is_stored_later=self.write_back is not None)
         admitted = self._admitted(request, plan, max_new_tokens, space, erasures)
         lm = self.loaded.lm
         shared: dict[str, Any] = {
@@ -224,13 +222,16 @@ class QueryPipeline:
             first = replace(
                 request, prompt=ids[:1], mode="full", form=TEXT, slides=False, chat=PLAIN
             )
-        with self.prefilled(first, max_new_tokens=length, clock=clock, cancel=cancel) as found:
-            admitted, done = found
+        prefilled = self.prefilled(first, max_new_tokens=length, clock=clock, cancel=cancel)
+        with prefilled as (admitted, done):
             if num_top is not None:
                 with clock.stage("score"):
                     done = read_on(done, ids[1:], num_top, cancel)
-                left = admitted.max_new_tokens - len(ids) + 1
-                admitted = replace(admitted, request=request, max_new_tokens=left)
+                admitted = replace(
+                    admitted,
+                    request=request,
+                    max_new_tokens=admitted.max_new_tokens - len(ids) + 1,
+                )
             yield admitted, done
 
     @property
@@ -312,8 +313,10 @@ class QueryPipeline:
         if request.form != TEXT:
             with clock.stage("prepare", least_s=NOTABLE_S):
                 constraint = constraint_of(request.form, self.loaded.encoder.private, eos_ids)
-        scored = self.scored(request, config, clock, cancel)
-        with scored as (admitted, done), clock.stage("decode"):
+        with (
+            self.scored(request, config, clock, cancel) as (admitted, done),
+            clock.stage("decode"),
+        ):
             limit = admitted.max_new_tokens
             sampler, text, calls, thoughts = parts_of(
                 self.loaded, request, config, done.token_ids, limit, eos_ids, constraint
@@ -331,7 +334,6 @@ class QueryPipeline:
                 thoughts=thoughts,
             )
             end = time.perf_counter()
-            first = answer.first_s
             self._keep_history(admitted, done, answer.ids)
         if self.write_back and admitted.missed:
             self.write_back.offer(admitted.missed)
@@ -340,9 +342,9 @@ class QueryPipeline:
             text=answer.text,
             token_ids=answer.ids,
             finish_reason=answer.finish_reason,
-            ttft_ms=(first - clock.start) * 1e3,
+            ttft_ms=(answer.first_s - clock.start) * 1e3,
             total_ms=(end - clock.start) * 1e3,
-            tokens_per_s=(len(answer.ids) - 1) / max(end - first, 1e-9),
+            tokens_per_s=(len(answer.ids) - 1) / max(end - answer.first_s, 1e-9),
             tool_calls=answer.calls,
             logprobs=None if config.logprobs is None else tuple(sampler.logprobs),
             prompt_logprobs=done.prompt_logprobs,

@@ -96,8 +96,11 @@ class ReuseOptions:
 
     def chat(self, variables: Mapping[str, Any]) -> Chat:
         """Return the options for rendering chat messages, with ``variables`` of the engine."""
-        own = self.chat_template_kwargs or {}
-        return Chat(self.form.tools, {**variables, **own}, bool(self.continue_final_message))
+        return Chat(
+            self.form.tools,
+            {**variables, **(self.chat_template_kwargs or {})},
+            bool(self.continue_final_message),
+        )
 
 
 @options_class
@@ -175,6 +178,8 @@ class EngineStats:
         """Return the totals and the overall reuse ratio."""
         with self._lock:
             totals = self._totals.copy()
-        ratio = totals["cached_tokens"] / max(totals["prompt_tokens"], 1)
-        own = {"kv_reuse_ratio": ratio, "requests_without_hits": self.watch.num_without_hits}
-        return {**totals, **own}
+        return {
+            **totals,
+            "kv_reuse_ratio": totals["cached_tokens"] / max(totals["prompt_tokens"], 1),
+            "requests_without_hits": self.watch.num_without_hits,
+        }

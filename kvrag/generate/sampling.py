@@ -88,8 +88,7 @@ class Sampler:
         processed = self._processors(self._ids[:, : self._num_ids], scores)
         if self._constraint:  # again: a processor may force a token
             processed = processed.masked_fill(scores == float("-inf"), float("-inf"))
-        is_possible = bool((processed > float("-inf")).any())
-        return processed if is_possible else scores
+        return processed if (processed > float("-inf")).any() else scores
 
     def told(self, text: str, thought: str = "") -> str:
         """Return text, with the log-probabilities of tokens since the last call if requested.
@@ -135,9 +134,12 @@ def parts_of(
     processors = processors_of(
         model, config, prompt_ids, max_new_tokens=max_new_tokens, eos_ids=eos_ids
     )
-    text = TextStream(decode, (*(config.stop or ()), *own_stops(loaded)))
-    sampler = Sampler(config, prompt_ids, processors, constraint=form, device=model.device)
-    return sampler, text, calls, thoughts
+    return (
+        Sampler(config, prompt_ids, processors, constraint=form, device=model.device),
+        TextStream(decode, (*(config.stop or ()), *own_stops(loaded))),
+        calls,
+        thoughts,
+    )
 
 
 @dataclass(slots=True)

@@ -43,9 +43,9 @@ class _Stream:
     def result(self) -> GenerationResult:
         """Result of the request; available once the stream has ended."""
         if self._result is None:
-            over = "was cancelled before its first token"
-            early = "has not ended; read it to its end first"
-            raise RuntimeError(f"the stream {over if self._is_over else early}")
+            if self._is_over:
+                raise RuntimeError("the stream was cancelled before its first token")
+            raise RuntimeError("the stream has not ended; read it to its end first")
         return self._result
 
     def cancel(self) -> None:

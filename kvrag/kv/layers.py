@@ -184,8 +184,12 @@ def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes
             for _, shape in found[:2]
             if len(shape) == 3 and shape[1] == tokens
         ]
-        is_right = len(sizes) == 2 and min(map(min, sizes)) > 0 and dtype in FLOATS.values()
-        is_right = is_right and (layer.scales is None or layer.scales.dtype == dtype)
+        is_right = (
+            len(sizes) == 2
+            and min(map(min, sizes)) > 0
+            and dtype in FLOATS.values()
+            and (layer.scales is None or layer.scales.dtype == dtype)
+        )
         if not is_right or found != [
             (part.dtype, part.shape) for part in parts(kv_dtype, dtype, *sizes)
         ]:

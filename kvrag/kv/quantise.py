@@ -134,8 +134,8 @@ def _float_codes(x: Tensor, *, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
     # Halved first, because the sum may overflow.
     zero = _half((x.amin(1, keepdim=True) / 2 + x.amax(1, keepdim=True) / 2) * centred)
     rest = x - zero.float()
-    scale = _scale(rest.abs().amax((1, 2), keepdim=True) / LARGEST_CODE["fp8"])
     largest = LARGEST_CODE["fp8"]  # the cast turns larger values into NaN
+    scale = _scale(rest.abs().amax((1, 2), keepdim=True) / largest)
     return (rest / scale.float()).clamp(-largest, largest), scale, zero
 
 

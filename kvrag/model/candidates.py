@@ -216,7 +216,7 @@ def rotations(base: Module, attention: Module, key_dim: int) -> list[Rotation]:
     functions = [
         f for n, f in vars(module).items() if "apply_rotary" in n and inspect.isfunction(f)
     ]
-    known = [adapted for adapted in map(adapt, functions) if adapted is not None]
+    known = [*filter(None, map(adapt, functions))]
     found = [NO_ROTATION]
     for name, make, is_complex in _tables(base, attention):
         for rotation in [complex_product] if is_complex else known:
@@ -233,8 +233,7 @@ def scaled(attention: Module, rotation: Rotation, key_dim: int) -> Iterator[Rota
     for name in NORM_NAMES:
         norm = getattr(attention, name, None)
         weight = getattr(norm, "weight", None)
-        is_per_dim = isinstance(weight, Tensor) and weight.shape == (key_dim,)
-        if rotation.width and is_per_dim:
+        if rotation.width and isinstance(weight, Tensor) and weight.shape == (key_dim,):
             yield replace(rotation, apply=partial(_between, rotation, norm), is_aligned=False)
 
 

@@ -138,8 +138,7 @@ class CausalLM:
             self.is_dense or tells_offsets or expands
         )
         # Not beyond the length at which the angles are others (longrope).
-        rotations = [trait.rotation for trait in self.traits]
-        self._tables = RotaryTables(rotations, self.reuse_window)
+        self._tables = RotaryTables([trait.rotation for trait in self.traits], self.reuse_window)
         # Where the length at which the angles change is known, prompts beyond it reuse nothing.
         if self.reuse_window == self.context_window:
             self._tables.check(positions, type(self.model).__name__)

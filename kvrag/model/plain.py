@@ -315,8 +315,7 @@ class Run:
     @torch.inference_mode()
     def snap(self) -> None:
         """Keep a snapshot behind the rows computed so far."""
-        cache = self._kwargs[self._cache_name]
-        self.snapshots[self._num_rows] = Snapshot.of(cache, self._num_rows)
+        self.snapshots[self._num_rows] = Snapshot.of(self._kwargs[self._cache_name], self._num_rows)
 
     def kept(self) -> tuple[Layers, Mapping[int, Snapshot]]:
         """Return the rows and the snapshots of a finished request, with one behind its answer."""

@@ -170,13 +170,14 @@ class _Trial:
         self._names = accepted(lm.text_model)
         self._attention = attention
         self._seed = seed
-        sizes = {
-            size
-            for trait in lm.traits
-            for size in (trait.reach.window, trait.reach.chunk)
-            if size is not None
-        }
-        self._windows = sorted(sizes)
+        self._windows = sorted(
+            {
+                size
+                for trait in lm.traits
+                for size in (trait.reach.window, trait.reach.chunk)
+                if size is not None
+            }
+        )
         lengths = [
             3,
             max(12, max((w for w in self._windows if w <= CROSSABLE_WINDOW), default=0) + 8),
@@ -188,8 +189,9 @@ class _Trial:
             lengths = [max(2, length // 2) for length in lengths]
         *ids, self._other = draw(lm, sum(lengths) + 1, seed).tolist()
         self._ids = torch.tensor(ids)
-        spans = [slice(a, b) for a, b in pairwise(accumulate(lengths, initial=0))]
-        self._prefix, self._first, _, self._moved, _ = spans
+        self._prefix, self._first, _, self._moved, _ = (
+            slice(a, b) for a, b in pairwise(accumulate(lengths, initial=0))
+        )
 
     @torch.inference_mode()
     def prove(self) -> Proof:
@@ -228,8 +230,7 @@ class _Trial:
                 # No rounding excuses mixed rows, because the measured one contains their effect.
                 Check("3", *mixing_layer(self._lm.model, self._run_own), CAUSAL_LIMIT, "KV"),
             )
-        fault = gap(planted.logits, every.logits)
-        return Proof((*checks, far), notes, len(ids), fault, 0.0)
+        return Proof((*checks, far), notes, len(ids), gap(planted.logits, every.logits), 0.0)
 
     def _run_own(self, *, pieces: int = 1, moved: bool = False) -> Measured:
         """Run the prompt through transformers alone, in ``pieces`` parts.
@@ -320,14 +321,16 @@ class _Trial:
         if "position_ids" not in self._names:  # such a model rotates no keys
             return 0.0, limit
         cache = DynamicCache()
-        given = dict.fromkeys(CACHE & self._names, cache)
         with lm.capture() as captured:
             lm.forward(tokens, Rows.span(0, len(tokens)), _blank(lm, len(tokens)), logits=0)
             first = captured[0]
             captured.clear()
             with evaluating(lm.model):
                 lm.text_model(
-                    input_ids=tokens[None], use_cache=True, position_ids=positions[None], **given
+                    input_ids=tokens[None],
+                    use_cache=True,
+                    position_ids=positions[None],
+                    **dict.fromkeys(CACHE & self._names, cache),
                 )
         rotary = lm.rotary(start + len(tokens))
         cached = [keys[0] for keys, _ in lm.cached(cache)]

@@ -193,8 +193,10 @@ class RotaryTable:
         if self.width == keys.shape[-1]:
             return self.apply(keys.float()[None], cos[None], sin[None])[0].to(keys.dtype)
         rotated = self.apply(keys[..., self.rotating].float()[None], cos[None], sin[None])[0]
-        before, behind = keys[..., : self.start], keys[..., self.rotating.stop :]
-        return torch.cat([before, rotated.to(keys.dtype), behind], dim=-1)
+        return torch.cat(
+            [keys[..., : self.start], rotated.to(keys.dtype), keys[..., self.rotating.stop :]],
+            dim=-1,
+        )
 
 
 Rotations = Sequence[RotaryTable]

@@ -304,8 +304,7 @@ class Limits:
         hidden = j > self.hi[rows, None]
         if lo is not None and not sure:
             hidden |= j < lo[rows, None]
-        mask = hidden.float().masked_fill_(hidden, float("-inf"))
-        return Block(rows, keys, mask, sure)
+        return Block(rows, keys, hidden.float().masked_fill_(hidden, float("-inf")), sure)
 
     def last(self, count: int) -> Limits:
         """Return the limits of the last ``count`` rows alone."""

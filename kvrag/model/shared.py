@@ -143,8 +143,7 @@ def inputs_of(
     for piece, place in zip(pieces, places, strict=True):
         positions = piece.rows.indices(inputs.device)
         start = torch.tensor(piece.start).expand(len(place))
-        own = [piece.token_ids.cpu(), positions + start, positions, start]
-        inputs[:, place] = torch.stack(own)
+        inputs[:, place] = torch.stack([piece.token_ids.cpu(), positions + start, positions, start])
     return inputs
 
 

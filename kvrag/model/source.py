@@ -280,8 +280,10 @@ def check_given(source: ModelSource, model: PreTrainedModel) -> None:
         source.revision is not None
     )
     if idle:
-        what = f"{idle[0]!r} is given with a model that is loaded already, and would have no effect"
-        raise ConfigError(f"{what}: leave it out, or pass it to the function that loads the model")
+        raise ConfigError(
+            f"{idle[0]!r} is given with a model that is loaded already, and would have no effect: "
+            "leave it out, or pass it to the function that loads the model"
+        )
     if source.dtype != "auto" and resolve_dtype(source) != model.dtype:
         raise ConfigError(
             f"dtype is {source.dtype!r}, and the loaded model is {model.dtype}: "
@@ -290,8 +292,10 @@ def check_given(source: ModelSource, model: PreTrainedModel) -> None:
     if source.device is not None:
         wanted = resolve_device(replace(source, model=""))
         if wanted.type != model.device.type or wanted.index not in (None, model.device.index):
-            where = f"device is {source.device!r}, and the loaded model is on {model.device}"
-            raise ConfigError(f"{where}: leave it out, or move the model first")
+            raise ConfigError(
+                f"device is {source.device!r}, and the loaded model is on {model.device}: "
+                "leave it out, or move the model first"
+            )
 
 
 # Options of ``from_pretrained`` that locate files: config and tokenizer as well as weights.

@@ -173,9 +173,8 @@ class Recordings:
         pieces = sorted(given, key=attrgetter("start"))
         shape, places = placed(pieces, self._wait(pieces))
         spare = self.pool.num_slots
-        sizes = shape.observed, shape.shifted, spare
         shifts = [
-            partial(piece.shift.fixed, piece.start, place, *sizes)
+            partial(piece.shift.fixed, piece.start, place, shape.observed, shape.shifted, spare)
             for piece, place in zip(pieces, places, strict=True)
             if piece.shift is not None
         ]
@@ -224,8 +223,17 @@ class Recordings:
         def compute() -> Found:
             ids, slots, positions, first = inputs
             rows = Rows(slots, stop, positions, first, is_fixed=True)
-            outputs = shape.logits, shape.mass_rows, shape.mass_layers
-            return self._model.launch(Portion(ids, rows, kv, *outputs, next(iter(shifts), None)))
+            return self._model.launch(
+                Portion(
+                    ids,
+                    rows,
+                    kv,
+                    shape.logits,
+                    shape.mass_rows,
+                    shape.mass_layers,
+                    next(iter(shifts), None),
+                )
+            )
 
         kind = shape.waits, shape.mass_rows > 0, shape.shifted > 0
         return _Recording(inputs, shifts, self._replay_of(compute, kind))

@@ -140,7 +140,6 @@ def observe(model: PreTrainedModel, attentions: list[Module], positions: Tensor)
     """
     seen = Seen()
     decoder = decoder_of(model)
-    name = type(model).__name__
     states = torch.tensor(STATES[: len(positions)], device=positions.device)
     recorder = _Recorder(model, seen, len(positions))
     inputs = {
@@ -159,8 +158,8 @@ def observe(model: PreTrainedModel, attentions: list[Module], positions: Tensor)
         if isinstance(error, UnsupportedModelError) or is_out_of_memory(error):
             raise
         raise UnsupportedModelError(
-            f"the forward of {name} fails over chosen tokens with a cache of keys and values only, "
-            f"which reuse needs ({type(error).__name__}: {error})"
+            f"the forward of {type(model).__name__} fails over chosen tokens with a cache of keys "
+            f"and values only, which reuse needs ({type(error).__name__}: {error})"
         ) from error
     return seen
 
@@ -230,7 +229,6 @@ def find_traits(
                 "position; kvrag moves only one of them"
             )
         table = _explain(model, layer, attention, keys, positions, known)
-        shape = _shape_of(keys, values)
         read = seen.given.get(id(attention), (keys, values))
         expands = not all(map(_repeats, read, (keys, values)))
         source = _source_of(attention, seen.outputs[modules[0]], keys, table)
@@ -244,7 +242,7 @@ def find_traits(
             )
         traits.append(
             LayerTraits(
-                shape,
+                _shape_of(keys, values),
                 _shape_of(*read),
                 table.rotation,
                 source,

@@ -37,6 +37,7 @@ class CachedBlobs(Blobs):
     def __init__(self, shared: Blobs, local: FileBlobs, budget: Budget) -> None:
         self.shared = shared
         self.local = local
+        self._most = budget.max_bytes or 2**62
         self._sizes = local.sizes()
         self._room = Evictor(budget, self._totals, self._usages, local.free_bytes, self.forget)
         # _unlisted: bytes that were copied since the directory was listed.
@@ -106,10 +107,7 @@ class CachedBlobs(Blobs):
 
     def _copy(self, key: ChunkKey, data: Bytes) -> None:
         """Keep a copy, and evict copies for it; after a copy without room, skip copies a while."""
-        if (
-            len(data) > (self._room.budget.max_bytes or 2**62)
-            or time.monotonic() < self._full_until
-        ):
+        if len(data) > self._most or time.monotonic() < self._full_until:
             return
         try:
             self._room.make_room(len(data), priority=100)
@@ -122,7 +120,7 @@ class CachedBlobs(Blobs):
             self._unlisted += len(data)
 
     def _totals(self) -> tuple[int, int]:
-        if self._unlisted > (self._room.budget.max_bytes or 2**62) // LISTINGS:
+        if self._unlisted > self._most // LISTINGS:
             self._usages()
         with self._lock:
             return len(self._sizes), sum(self._sizes.values())

@@ -190,11 +190,18 @@ class MemoryTier:
             hits = max(hits, known.usage.hits)
         new.usage = new.usage._replace(hits=hits, last=self._now)
         if must > 0:
-            there = [(k, e) for k, e in self._entries.items() if k != key]
-            others = [Sized(k, len(e.identity.token_ids), e.num_bytes, e.usage) for k, e in there]
-            priority = new.usage.priority_now()
-            share = self._num_bytes // SHARE
-            found = leaving(others, self._now, priority=priority, must=must, share=share)
+            others = [
+                Sized(k, len(e.identity.token_ids), e.num_bytes, e.usage)
+                for k, e in self._entries.items()
+                if k != key
+            ]
+            found = leaving(
+                others,
+                self._now,
+                priority=new.usage.priority_now(),
+                must=must,
+                share=self._num_bytes // SHARE,
+            )
             if found is None:
                 return None
             gone = [each.key for each in found]
@@ -343,8 +350,7 @@ class Tiers:
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
         """Return the identity of the chunk under a key."""
-        found = (tier.identity(key) for tier in self.all)
-        return next(filter(None, found), None)
+        return next(filter(None, (tier.identity(key) for tier in self.all)), None)
 
     def get(self, identity: ChunkIdentity, key: ChunkKey) -> ChunkKV | None:
         """Return a chunk from the uppermost tier that has it, and keep it in the tiers above."""

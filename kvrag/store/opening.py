@@ -154,9 +154,12 @@ def open_store(kv_dir: StrPath | None, config: StoreConfig) -> TieredStore:
         blobs = FileBlobs(root, durable=durable)
         if not read_only:
             blobs.sweep()
-        has_blobs = (root / OBJECTS).is_dir
         catalog = Catalog(
-            folder, keys, read_only=read_only, durable=durable, may_have_blobs=has_blobs
+            folder,
+            keys,
+            read_only=read_only,
+            durable=durable,
+            may_have_blobs=(root / OBJECTS).is_dir,
         )
         return _Parts(MemoryTier(ram), blobs, catalog)
 
@@ -330,11 +333,16 @@ def prepare(root: Path, config: StoreConfig) -> bool:
     if config.read_only:
         return True
     there = root.glob("*") if version is None else ()
-    names = (path.name for path in there if not path.name.startswith(OWN))
-    others = [name for name in names if not name.lower().startswith(SYSTEM)]
+    others = [
+        path.name
+        for path in there
+        if not (path.name.startswith(OWN) or path.name.lower().startswith(SYSTEM))
+    ]
     if others:
-        what = f"the directory {root} holds {others[0]!r} and is no KV store"
-        raise StoreError(f"{what}; name one that is empty, or does not exist yet, as kv_dir")
+        raise StoreError(
+            f"the directory {root} holds {others[0]!r} and is no KV store; "
+            "name one that is empty, or does not exist yet, as kv_dir"
+        )
     try:
         absent = [path for path in (root, *root.parents) if not path.exists()]
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -438,9 +446,7 @@ def device_budget(limit: int | None, fraction: float, device: torch.device) -> i
         return 0
     if device.type == "cuda":
         part = int(fraction * torch.cuda.get_device_properties(device).total_memory)
-        if limit is None:
-            return part
-        return min(limit, part)
+        return min(limit or part, part)
     if limit is None:
         log.warning(
             "no memory tier on %s: its memory size is unknown; set StoreConfig.gpu_bytes",

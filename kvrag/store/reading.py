@@ -160,8 +160,9 @@ class Reader:
         stored = self.catalog.stored(rest.values())
         for identity, key in rest.items():
             if key in stored:
-                load = partial(self._load, identity, key, stored[key], epochs)
-                found[identity] = self.memory.reads.read(key, load)
+                found[identity] = self.memory.reads.read(
+                    key, partial(self._load, identity, key, stored[key], epochs)
+                )
             else:
                 found[identity] = self._hole(key)
         return found

@@ -133,8 +133,7 @@ class TieredStore:
 
         A text has a chunk per model, prefix and context.
         """
-        found = map(self.identity, self.catalog.text_keys(namespace, digest))
-        return [identity for identity in found if identity is not None]
+        return [*filter(None, map(self.identity, self.catalog.text_keys(namespace, digest)))]
 
     def retention(self, key: ChunkKey) -> Retention | None:
         """Return a chunk's retention, with its remaining duration; ``None`` for the default."""
@@ -145,8 +144,8 @@ class TieredStore:
 
         Names are ``"gpu"``, ``"host"``, ``"disk"`` and ``"shared"``.
         """
-        lowest = self.reader.stats()
-        return {**{tier.name: tier.stats() for tier in self.tiers}, self.name: lowest}
+        above = {tier.name: tier.stats() for tier in self.tiers}
+        return above | {self.name: self.reader.stats()}
 
     def listen(self, on_event: Callable[[StoreEvent], None]) -> None:
         """Call ``on_event`` on every change of a tier, like ``StoreConfig.on_event``."""

@@ -241,10 +241,10 @@ def in_words(what: str) -> Iterator[None]:
     except StoreError:
         raise
     except (OSError, MemoryError) as error:
-        remedy = (
+        raise StoreError(
+            f"{what}: {str(error) or 'memory is short'}; "
             "make sure that its directory exists, is writable and has free space, then try again"
-        )
-        raise StoreError(f"{what}: {str(error) or 'memory is short'}; {remedy}") from error
+        ) from error
 
 
 @contextmanager

@@ -62,7 +62,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_596,
+    "core": 155_170,
     "adapters": 6_352,
     "cli": 14_745,
     "evaluate": 7_073,
@@ -71,8 +71,8 @@ AREAS = {
     "llama_index": 11_853,
     "ray": 4_972,
     "server": 19_170,
-    "shared": 3_200,
-    "vllm": 16_760,
+    "shared": 3_170,
+    "vllm": 16_750,
 }
 """Most syntax nodes of each area. The core answers requests and stores chunks: ``kvrag/`` without the rooms that are areas."""
 DEEP_NAMES = {"langchain": 6, "llama_index": 8, "ray": 5, "server": 18, "shared": 8, "vllm": 15}

@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import compress
 from typing import Any
 
 from kvrag import StoreError, require
@@ -76,7 +77,7 @@ class ObjectBlobs(Blobs):
         wanted: Any = {"offset": start} if length is None else (start, start + max(1, length))
         try:
             found = self._obstore.get(self._store, self._head + key, options={"range": wanted})
-            data = memoryview(found.bytes())
+            return memoryview(found.bytes())[:length]
         except FileNotFoundError:
             return None
         except self._obstore.exceptions.BaseError as error:
@@ -84,7 +85,6 @@ class ObjectBlobs(Blobs):
                 if self._obstore.head(self._store, self._head + key)["size"] <= start:
                     return b""
             raise _outage(error) from None
-        return data[:length]
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Write an object unless it exists.
@@ -108,11 +108,7 @@ class ObjectBlobs(Blobs):
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Delete objects and return the keys that existed."""
-        return {
-            key
-            for key, was_there in zip(keys, POOL.ahead(self._delete, list(keys)), strict=True)
-            if was_there
-        }
+        return set(compress(keys, POOL.ahead(self._delete, list(keys))))
 
     def keys(self) -> set[ChunkKey]:
         """Return all keys."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any, TypeVar
 
 from kvrag import StoreError, require
@@ -106,9 +107,9 @@ class RedisServer:
                 errno.ENOSPC if is_full else errno.EIO, f"Redis: {redacted(str(error))}"
             ) from None
         except ValueError:  # its message may quote a part of the password
-            form = "redis://user:password@host:port/0, and / and # in a password as %2F and %23"
             raise StoreError(
-                f"the address of the Redis server can't be used; write {form}"
+                "the address of the Redis server can't be used; write "
+                "redis://user:password@host:port/0, and / and # in a password as %2F and %23"
             ) from None
 
     def close(self) -> None:
@@ -164,7 +165,7 @@ class RedisBlobs(Blobs):
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Delete strings in the order of ``keys``, with few calls."""
-        gone = set()
+        gone = set[ChunkKey]()
         ordered = list(keys)
         for start in range(0, len(ordered), PER_CALL):
             some = ordered[start : start + PER_CALL]
@@ -172,7 +173,7 @@ class RedisBlobs(Blobs):
                 pipe = self._server.client.pipeline(transaction=False)
                 for key in some:
                     pipe.unlink(self._head + key)
-                gone |= {key for key, count in zip(some, pipe.execute(), strict=True) if count}
+                gone.update(compress(some, pipe.execute()))
         return gone
 
     def keys(self) -> set[ChunkKey]:

@@ -118,8 +118,9 @@ class Catalog(Hits):
         if self._is_deleted(record.namespace, text, doc_ids):
             return DELETED
         # A random revision does not come back in a catalog that is begun anew.
-        blank = ChunkRow._make([*record[1:], [], Usage(), True, secrets.randbits(60)])
-        chunk = self._chunk(record.key) or blank
+        chunk = self._chunk(record.key) or ChunkRow._make(
+            [*record[1:], [], Usage(), True, secrets.randbits(60)]
+        )
         if retention is not None:
             chunk = chunk._replace(usage=chunk.usage.retained(retention))
         self._attach(record.key, chunk, text, doc_ids)
@@ -135,18 +136,20 @@ class Catalog(Hits):
         there = set[ChunkKey]()
         sizes = list[int]()
         accesses = self.state().accesses
-        chunks = self._ahead_of(begun)
-        for key, chunk in chunks.items():
+        for key, chunk in self._ahead_of(begun).items():
             if chunk.pending and chunk.revision != begun[key]:
                 continue
             there.add(key)
             if chunk.pending:
                 variants = f"i {chunk.content}"
                 # As if it were just hit: a new chunk must not be the first to go.
-                usage = chunk.usage._replace(last=accesses)
                 self._rows.set(
                     f"c {key}",
-                    chunk._replace(usage=usage, pending=False, revision=secrets.randbits(60)),
+                    chunk._replace(
+                        usage=chunk.usage._replace(last=accesses),
+                        pending=False,
+                        revision=secrets.randbits(60),
+                    ),
                 )
                 self._rows.set(
                     variants, [*(other for other in self._strings(variants) if other != key), key]
@@ -198,8 +201,8 @@ class Catalog(Hits):
         With ``digests``, remove only these of its texts. See :meth:`remove`. Returns ``False``, and
         changes nothing, if the document has further such chunks by now.
         """
-        going = self.revisions(self.only_held_by(namespace, doc_id, digests))
-        if not going.items() <= erased.items():
+        going = self.only_held_by(namespace, doc_id, digests)
+        if not self.revisions(going).items() <= erased.items():
             return False
         digests = digests or self.document_texts(namespace, doc_id)
         self.remove(erased)

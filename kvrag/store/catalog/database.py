@@ -136,10 +136,9 @@ def _fault_at(path: Path) -> str | None:
             if verdict != "ok":
                 return str(verdict)
             schema = database.execute(SCHEMA).fetchall()
-            is_own = not schema or (
+            if not schema or (
                 schema == own(SCHEMA) and database.execute(CHOICES).fetchall() == own(CHOICES)
-            )
-            if is_own:
+            ):
                 return None
             return "it has a foreign schema, or foreign settings"
     except sqlite3.Error as error:

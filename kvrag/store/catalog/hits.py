@@ -68,9 +68,11 @@ class Hits(Ledger, Forking):
         self.flush()
         keys = [ChunkKey(key) for key in self._rows.names("c ")]
         found = [
-            self._sized(keys[first : first + AT_ONCE]) for first in range(0, len(keys), AT_ONCE)
+            each
+            for first in range(0, len(keys), AT_ONCE)
+            for each in self._sized(keys[first : first + AT_ONCE])
         ]
-        return self.state().accesses, [each for some in found for each in some]
+        return self.state().accesses, found
 
     @one_step  # a single transaction for all keys
     def _sized(self, keys: Sequence[ChunkKey]) -> list[Sized]:

@@ -160,8 +160,9 @@ class Ledger:
     def revisions(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, int]:
         """Return the revisions of chunks, stored or pending; 0 if a row is absent or malformed."""
         wanted = list(keys)
-        found = {key: chunk.revision for key, chunk in self._chunks(wanted)}
-        return dict.fromkeys(wanted, 0) | found
+        return dict.fromkeys(wanted, 0) | {
+            key: chunk.revision for key, chunk in self._chunks(wanted)
+        }
 
     def variants(self, content: str) -> list[ChunkRecord]:
         """Return the stored chunks with this content key, oldest first.
@@ -239,8 +240,7 @@ class Ledger:
         """
         held = self.document_texts(namespace, doc_id)
         mine = [digest for digest in held if digest in (digests or held)]
-        texts = self._texts(namespace, mine)
-        keys = {key for text in texts if text.refs <= 1 for key in text.keys}
+        keys = {key for text in self._texts(namespace, mine) if text.refs <= 1 for key in text.keys}
         chunks = dict(self._chunks(keys))
         known = {digest for chunk in chunks.values() for digest in chunk.digests}
         shared = {
@@ -351,9 +351,13 @@ def _parsed(form: TypeAdapter[T], text: str | None) -> T | None:
 
 def record_of(of: ChunkIdentity, num_bytes: int) -> ChunkRecord:
     """Return the catalog record of a chunk."""
-    key = chunk_key(of)
-    content = content_key(of)
-    tokens = len(of.token_ids)
     return ChunkRecord(
-        key, content, of.model, of.namespace, of.prefix, of.context, tokens, num_bytes
+        chunk_key(of),
+        content_key(of),
+        of.model,
+        of.namespace,
+        of.prefix,
+        of.context,
+        len(of.token_ids),
+        num_bytes,
     )
