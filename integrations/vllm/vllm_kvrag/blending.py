@@ -167,7 +167,7 @@ class Blender:
         return bool(self._running)
 
     def rest(self, wait_s: float) -> None:
-        """Let the other threads use the model; with jobs, for ``wait_s`` seconds, or until one ends."""
+        """Let other threads use the model; with jobs, for ``wait_s`` seconds, or until one ends."""
         self._turn.rest(partial(self._await, wait_s if self._running else 0.0))
 
     def _await(self, wait_s: float) -> None:
