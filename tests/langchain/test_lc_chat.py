@@ -15,13 +15,7 @@ from langchain_core.load import dumps, loads
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.runnables import ConfigurableField
 
-from kvrag import (
-    ConfigError,
-    KVRagEngine,
-    ModelError,
-    RepairConfig,
-    StoreConfig,
-)
+from kvrag import ConfigError, KVRagEngine, ModelError, RepairConfig, StoreConfig
 from kvrag.testing.models import tiny_model
 from langchain_kvrag import ChatKVRag, KVRagLLM
 

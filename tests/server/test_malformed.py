@@ -36,10 +36,7 @@ CHAT = {
 }
 TEXT = {
     name: CHAT[name] for name in ("model", "max_tokens", "temperature", "stop", "n", "kvrag")
-} | {
-    "prompt": "One",
-    "logprobs": 1,
-}
+} | {"prompt": "One", "logprobs": 1}
 BODIES = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": TEXT,

@@ -61,11 +61,7 @@ def test_there_is_a_worker_for_each_gpu_or_core(
         (pool.min_size, pool.max_size),
         asked.options["num_cpus"],
         asked.options["num_gpus"],
-    ) == (
-        workers,
-        cpus,
-        gpus,
-    )
+    ) == (workers, cpus, gpus)
 
 
 def test_a_worker_stores_batches_and_reports_each(cluster, tiny_dir, tmp_path):
