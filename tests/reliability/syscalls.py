@@ -128,11 +128,8 @@ class Recording:
                 self._at(words[0] if call == "openat" else "AT_FDCWD", strings[0]), rest, result
             )
         elif call in ("write", "writev", "pwrite64", "pwritev", "pwritev2"):
-            places = {
-                "pwrite64": -1,
-                "pwritev": -1,
-                "pwritev2": -2,
-            }  # of the offset among the arguments
+            # Of the offset among the arguments.
+            places = {"pwrite64": -1, "pwritev": -1, "pwritev2": -2}
             offset = int(words[places[call]]) if call in places else None
             self._written(int(words[0]), b"".join(strings)[:result], offset)
         elif call in ("ftruncate", "fallocate"):

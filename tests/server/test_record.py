@@ -171,16 +171,14 @@ def test_no_text_or_key_is_ever_logged(lines, tiny_dir, tmp_path, monkeypatch, c
     assert {200, 400, 401, 404} <= set(statuses)
     said = lines()
     assert len([line for line in said if line["logger"] == "kvrag_server"]) >= len(answers)
-    assert any(
-        "fail" in json.dumps(line) for line in said
-    )  # the way to a failure is there, its message is not
+    # The way to a failure is there, its message is not.
+    assert any("fail" in json.dumps(line) for line in said)
     made = json.loads(answers[1][2])["choices"][0]["message"]["content"]
     everything = json.dumps(said) + capfd.readouterr().err
     assert SECRET.lower() not in everything.lower()
     assert json.dumps(made)[1:-1] not in json.dumps(said)
-    assert not [
-        line for line in said if "choices" in line.get("message", "")
-    ]  # an event of a stream
+    # An event of a stream.
+    assert not [line for line in said if "choices" in line.get("message", "")]
 
 
 @pytest.fixture(scope="module")

@@ -32,13 +32,8 @@ def cluster(monkeypatch):
     ("have", "given", "workers", "cpus", "gpus"),
     [
         ({"CPU": 8.0}, {}, (8, 8), 7 / 8, None),
-        (
-            {"CPU": 2.0},
-            {"concurrency": 2},
-            (2, 2),
-            0.5,
-            None,
-        ),  # two of a whole core would leave none to who reads
+        # Two of a whole core would leave none to who reads.
+        ({"CPU": 2.0}, {"concurrency": 2}, (2, 2), 0.5, None),
         ({"CPU": 1.0}, {}, (1, 1), 0.5, None),
         ({"CPU": 64.0, "GPU": 4.0}, {}, (4, 4), 1.0, 1.0),
         ({"CPU": 64.0, "GPU": 4.0}, {"num_gpus": 0.5}, (8, 8), 1.0, 0.5),
