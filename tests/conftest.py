@@ -178,9 +178,8 @@ def no_stopwatch():
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_memory():
     """Fill memory that nobody has written with NaN, integers with their largest: a test that reads it fails always, not now and then."""
-    torch.use_deterministic_algorithms(
-        True, warn_only=True
-    )  # torch then fills what `empty` returns
+    # It then fills what `empty` returns.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     numpy_empty, take, come_back = np.empty, Buffers.take, Buffers._come_back
 
     def empty(*args, **options):

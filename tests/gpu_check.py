@@ -290,9 +290,8 @@ def run(step: Step, seconds: float, log: Path) -> dict[str, Any]:
     outcome["seconds"] = round(time.monotonic() - start, 2)
     with log.open("rb") as stream:
         stream.seek(begin)
-        printed = re.sub(
-            r"\nExtension modules:.*", "", stream.read().decode(errors="replace")
-        )  # of an aborted Python
+        # Of an aborted Python.
+        printed = re.sub(r"\nExtension modules:.*", "", stream.read().decode(errors="replace"))
     if counts := re.findall(
         r"(\d+) (passed|failed|skipped|deselected|errors?)\b", printed.rpartition("\n=")[2]
     ):
@@ -428,9 +427,8 @@ def main(
         help="folder for all that is written; default: results/, or a new one with --dry-run",
     )
     args = parser.parse_args(arguments)
-    resource.setrlimit(
-        resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
-    )  # steps may be aborted
+    # Steps may be aborted.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}; parts are {', '.join(PARTS)}")
     device = capability() if not args.dry_run and todo is steps else HOPPER

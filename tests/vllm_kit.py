@@ -392,9 +392,8 @@ class Scheduler:
         self._compute(request, request.num_computed, len(request.tokens))
         request.num_computed = len(request.tokens)
         self._cache(request, request.num_computed)
-        request.tokens.append(
-            sum(request.tokens) % 3
-        )  # as greedy answers, the same for the same prompt
+        # As greedy answers, the same for the same prompt.
+        request.tokens.append(sum(request.tokens) % 3)
         request.update_block_hashes()
         if request.num_output_tokens >= request.max_tokens:
             self.finish(request.request_id)

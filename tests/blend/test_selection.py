@@ -220,10 +220,7 @@ def informative(covariance, candidates, mass, count):
 
 
 MANY = place(
-    [
-        *((100, "chunk", False, number, False) for number in range(12)),
-        (4, "live", False, -1, False),
-    ]
+    [*((100, "chunk", False, number, False) for number in range(12)), (4, "live", False, -1, False)]
 )
 
 

@@ -63,13 +63,11 @@ class Reference:
             is_latent = hasattr(self.model.config, "kv_lora_rank")  # its rotary key comes second
             if is_latent:
                 keys, values = values, keys
-            cos, sin = self.rotary_emb(
-                keys, torch.tensor([[-BLOCK]])
-            )  # a turn by a negative angle: no way back and forth
+            # A turn by a negative angle: no way back and forth.
+            cos, sin = self.rotary_emb(keys, torch.tensor([[-BLOCK]]))
             rest = keys[:, :, SINKS + BLOCK :]
-            is_sliced = (
-                self.model.config.model_type == "phi"
-            )  # its attention hands over only what turns
+            # Its attention hands over only what turns.
+            is_sliced = self.model.config.model_type == "phi"
             part = rest[..., : cos.shape[-1]] if is_sliced else rest
             turned = self.module.apply_rotary_pos_emb(part, part, cos, sin)[1]
             turned = torch.cat([turned, rest[..., turned.shape[-1] :]], dim=-1)

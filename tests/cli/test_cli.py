@@ -461,9 +461,8 @@ def test_a_missing_framework_names_its_extra(run, monkeypatch):
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_its_packages_the_command_line_says_what_to_install(package, monkeypatch, capsys):
-    monkeypatch.setattr(
-        kvrag, "cli", sys.modules["kvrag.cli"]
-    )  # importing anew sets it: later tests want the old one
+    # Importing anew sets it: later tests want the old one.
+    monkeypatch.setattr(kvrag, "cli", sys.modules["kvrag.cli"])
     for name in [name for name in sys.modules if name.startswith("kvrag.cli")]:
         monkeypatch.delitem(sys.modules, name)
     hide(package, monkeypatch)

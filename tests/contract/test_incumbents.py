@@ -25,9 +25,8 @@ def incumbents():
 
 @pytest.mark.parametrize("adapter", [0, 1], ids=["LangChain", "LlamaIndex"])
 def test_no_fault_of_the_incumbents_is_ours(incumbents, monkeypatch, tmp_path, adapter):
-    monkeypatch.setattr(
-        incumbents, "GIVES_UP_S", -1.5
-    )  # a prefill of half a second, where the benchmark has a minute
+    # A prefill of half a second, where the benchmark has a minute.
+    monkeypatch.setattr(incumbents, "GIVES_UP_S", -1.5)
     side = incumbents.ours(incumbents.saved_model(str(tmp_path)))[adapter]
     seen = {row.name: incumbents.seen_by(row, side) for row in incumbents.ROWS[adapter]}
     assert len(seen) >= 9

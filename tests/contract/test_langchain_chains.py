@@ -130,9 +130,8 @@ def retrieval_qa(parts: Parts, kind: str = "stuff", **options: Any) -> Any:
 
 
 def map_reduce(parts: Parts) -> Any:
-    prompt = PromptTemplate.from_template(
-        "{summaries}\n\n{question}"
-    )  # LangChain's own for LLMs is long
+    # LangChain's own for LLMs is long.
+    prompt = PromptTemplate.from_template("{summaries}\n\n{question}")
     return retrieval_qa(parts, "map_reduce", chain_type_kwargs={"combine_prompt": prompt})
 
 

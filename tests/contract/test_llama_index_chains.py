@@ -429,10 +429,8 @@ def test_a_response_counts_all_calls_that_made_it_and_no_others(llm, index):
         SubQuestionQueryEngine.from_defaults(tools, question_gen=OneQuestion(), use_async=True)
     )
     account = response.metadata["kvrag"]
-    assert [call["exactness"] for call in account["calls"]] == [
-        "repaired",
-        "exact",
-    ]  # the last shows no chunk
+    # The last shows no chunk.
+    assert [call["exactness"] for call in account["calls"]] == ["repaired", "exact"]
     assert account["exactness"] == "repaired"
     assert account["computed_tokens"] == sum(call["computed_tokens"] for call in account["calls"])
     assert (

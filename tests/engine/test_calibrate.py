@@ -304,9 +304,8 @@ def test_the_command_prints_every_candidate_and_what_was_kept(tiny_dir, tmp_path
     contexts = ("--chunk-context", "default", "--chunk-context", "default:40")
     reached = run(*options, *contexts, "--target-kl", 10, "--min-top1", 0)
     assert reached.exit_code == 0, reached.output
-    shown = "".join(
-        c for c in reached.stdout if c not in "│ \n"
-    )  # the path of a cache folds wherever a line ends
+    # The path of a cache folds wherever a line ends.
+    shown = "".join(c for c in reached.stdout if c not in "│ \n")
     assert all(
         word in shown
         for word in ("meanKL", "top-1", "computed", "targetreached", "profiles", "'default:40'")

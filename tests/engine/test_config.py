@@ -117,10 +117,7 @@ FAULTS: dict[type, list[tuple[dict[str, object], str]]] = {
     StoreConfig: [
         ({"ram_bytes": -1}, "ram_bytes is -1; it should be greater than or equal to 0"),
         ({"ram_bytes": "2 gibs"}, "ram_bytes: '2 gibs' is no size; write bytes, or a number with"),
-        (
-            {"disk_bytes": 1.5},
-            "disk_bytes is 1.5; it should be a valid integer",
-        ),
+        ({"disk_bytes": 1.5}, "disk_bytes is 1.5; it should be a valid integer"),
         ({"min_chunk_tokens": 0}, "min_chunk_tokens is 0"),
         ({"gpu_fraction": 2}, "gpu_fraction is 2; it should be less than or equal to 1"),
         (
@@ -150,10 +147,7 @@ FAULTS: dict[type, list[tuple[dict[str, object], str]]] = {
     SamplingConfig: [
         ({"logit_bias": {1: 200}}, "logit_bias holds 200; it should be less than or equal to 100"),
         ({"logit_bias": {-1: 2}}, "logit_bias holds -1; it should be greater than or equal to 0"),
-        (
-            {"logit_bias": "x"},
-            "logit_bias is 'x'; it must be a dict by token id, or pairs",
-        ),
+        ({"logit_bias": "x"}, "logit_bias is 'x'; it must be a dict by token id, or pairs"),
         ({"stop_token_ids": [3, -1]}, "stop_token_ids holds -1; it should be greater"),
         ({"top_k": -5}, "top_k is -5; it should be greater than or equal to -1"),
     ],

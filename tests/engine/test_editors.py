@@ -77,12 +77,8 @@ def test_a_method_names_its_options_with_their_types(path, name):
 def test_the_fields_of_sampling_are_those_of_its_config():
     """They are written down twice, for editors."""
     declared = SamplingConfig.__pydantic_fields__
-    names = declared.keys() - {
-        "stop",
-        "stop_token_ids",
-        "max_new_tokens",
-        "logit_bias",
-    }  # of other types in the adapters
+    # Of other types in the adapters.
+    names = declared.keys() - {"stop", "stop_token_ids", "max_new_tokens", "logit_bias"}
     for cls in CLASSES.values():
         for name in names & cls.model_fields.keys():
             field = cls.model_fields[name]

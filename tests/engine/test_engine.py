@@ -418,8 +418,7 @@ def test_kv_that_is_not_the_models_is_computed(engine_of, kv_dtype, lie):
             return pack(exact, "int8" if kv_dtype == "auto" else "auto")
         return pack(
             mapped(
-                exact,
-                lambda x: x[..., : x.shape[-1] // 2] if lie == "width" else x.repeat(2, 1, 1),
+                exact, lambda x: x[..., : x.shape[-1] // 2] if lie == "width" else x.repeat(2, 1, 1)
             ),
             kv_dtype,
         )

@@ -287,9 +287,8 @@ def test_every_strategy_runs_with_and_without_shift(strategy, shift, engine_of):
 def test_shift_changes_only_rows_that_are_left_alone(engine_of):
     engine = engine_of("llama")
     engine.precompute(CHUNKS)
-    repair = RepairConfig(
-        strategy="random", recompute_ratio=0.2, first_k=4
-    )  # heads are never shifted
+    # Heads are never shifted.
+    repair = RepairConfig(strategy="random", recompute_ratio=0.2, first_k=4)
     plain = run_stages(engine, ask((3, 0, 2)), replace(repair, shift=0.0))
     shifted = run_stages(engine, ask((3, 0, 2)), replace(repair, shift=1.0))
     assert_shift_left_computed_rows_alone(engine, ask((3, 0, 2)), plain, shifted)

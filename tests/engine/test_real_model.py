@@ -113,9 +113,8 @@ def test_calibration_finds_less_than_a_full_prefill_and_nearer_than_no_repair(
     engine, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(
-        "kvrag.evaluate.calibrate.LOWER", (0.03,)
-    )  # a few of the candidates are enough here
+    # A few of the candidates are enough here.
+    monkeypatch.setattr("kvrag.evaluate.calibrate.LOWER", (0.03,))
     assert engine.repair == RepairConfig()
     file, texts = (
         _model_file(),

@@ -192,16 +192,9 @@ def test_a_model_whose_forward_fails_is_refused():
     ("options", "visible", "reach"),
     [
         ({}, lambda q, k: k <= q, EVERYTHING),
-        (
-            {"sliding_window": 50},
-            lambda q, k: k <= q,
-            EVERYTHING,
-        ),  # a window that the model doesn't apply
-        (
-            {},
-            lambda q, k: (k <= q) & (k > q - 50),
-            Reach(window=50),
-        ),  # one that it applies without saying so
+        # A window that the model doesn't apply, and one that it applies without saying so.
+        ({"sliding_window": 50}, lambda q, k: k <= q, EVERYTHING),
+        ({}, lambda q, k: (k <= q) & (k > q - 50), Reach(window=50)),
         (
             {"attention_chunk_size": 64},
             lambda q, k: (k <= q) & (k // 64 == q // 64),
@@ -209,11 +202,8 @@ def test_a_model_whose_forward_fails_is_refused():
         ),
         ({}, lambda q, k: k >= 0, None),  # sees the future
         ({}, lambda q, k: (k <= q) & (k % 2 == q % 2), None),  # strided
-        (
-            {"sliding_window": 50},
-            lambda q, k: (k <= q) & ((k > q - 50) | (k < 4)),
-            None,
-        ),  # a window with first tokens
+        # A window with first tokens.
+        ({"sliding_window": 50}, lambda q, k: (k <= q) & ((k > q - 50) | (k < 4)), None),
     ],
 )
 def test_a_mask_is_read_from_its_function_or_refused(options, visible, reach):

@@ -76,9 +76,8 @@ def checked(tmp_path_factory) -> dict[str, str]:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_type_checker_reads_every_option(name, checked):
     assert set(re.findall(r"(\w+): ", checked[name])) >= CALLS[name][1]
-    assert (
-        "**" not in checked[name] or CALLS[name][1] == ENGINE
-    )  # which takes what from_pretrained takes, too
+    # The engine takes what from_pretrained takes, too.
+    assert "**" not in checked[name] or CALLS[name][1] == ENGINE
 
 
 @pytest.mark.parametrize("name", CALLS)

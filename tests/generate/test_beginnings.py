@@ -53,11 +53,7 @@ HYBRIDS = {
         "shared_intermediate_size": 32,
     },
     "lfm2": REFUSED["lfm2"],
-    "lfm2_moe": {
-        **EXPERTS,
-        "layer_types": ["conv", "full_attention"] * 2,
-        "num_dense_layers": 1,
-    },
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "nemotron_h": {
         "num_hidden_layers": None,
         "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
@@ -291,9 +287,7 @@ def test_a_cache_that_changes_after_the_proof_costs_time_and_nothing_else(both, 
 def test_angles_that_change_with_the_length_end_reuse(both, monkeypatch):
     """Behind the length at which dynamic RoPE changes its angles, a beginning has others alone than in a longer prompt."""
     monkeypatch.setitem(
-        REFUSED,
-        "short-ntk",
-        {**REFUSED["llama-dynamic-ntk"], "max_position_embeddings": 224},
+        REFUSED, "short-ntk", {**REFUSED["llama-dynamic-ntk"], "max_position_embeddings": 224}
     )
     engines = both("short-ntk")
     short, long = prompt((0,)), prompt((0, 1, 2))

@@ -130,9 +130,8 @@ class TestTree:
 
     def test_approximate_rows_serve_only_who_goes_on_with_them(self):
         histories, how = RadixCache(2**20), object()
-        keep(
-            histories, [1, 2, 3, 4, 5, 6, 7, 8], exact=3, num_prompt=6, repair=how
-        )  # 7 and 8 are the answer
+        # 7 and 8 are the answer.
+        keep(histories, [1, 2, 3, 4, 5, 6, 7, 8], exact=3, num_prompt=6, repair=how)
         for asked, rows, exact in [
             ([1, 2, 3, 4, 5, 9, 9], 3, 3),  # another question
             ([1, 2, 3, 4, 5, 6, 9], 3, 3),  # the prompt again

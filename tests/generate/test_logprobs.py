@@ -51,10 +51,8 @@ def test_a_stream_tells_each_once_and_in_order(engine):
 def test_penalties_count_the_answer_alone_and_presence_counts_once():
     """OpenAI's formula: ``logit - count * frequency - (count > 0) * presence``."""
     config = SamplingConfig(frequency_penalty=0.5, presence_penalty=1.0)
-    ids, logits = (
-        torch.tensor([[5, 5, 7, 7, 7, 9]]),
-        torch.zeros(1, 12),
-    )  # three of the prompt, three of the answer
+    # Three of the prompt, three of the answer.
+    ids, logits = (torch.tensor([[5, 5, 7, 7, 7, 9]]), torch.zeros(1, 12))
     found = Penalties(config, num_prompt=3)(ids, logits)[0]
     assert {token: value for token, value in enumerate(found.tolist()) if value} == {
         7: -2.0,

@@ -115,10 +115,7 @@ NAMED = {
         {"allOf": [{"properties": TWO}], "unevaluatedProperties": False},
         "unevaluatedProperties",
     ),
-    "propertyNames": (
-        {"type": "object", "propertyNames": {"pattern": "^a$"}},
-        "propertyNames",
-    ),
+    "propertyNames": ({"type": "object", "propertyNames": {"pattern": "^a$"}}, "propertyNames"),
     "propertyNames beside properties": (
         {"type": "object", "properties": TWO, "propertyNames": {"maxLength": 3}},
         "Names",

@@ -80,9 +80,8 @@ def test_json_mode_and_a_budget_that_ends_first(engine, monkeypatch):
     json_mode = {"response_format": {"type": "json_object"}}
     result = engine.generate(ASK, max_new_tokens=60, **json_mode)
     assert (result.text, result.finish_reason) == ('{"a": [1, "x"]}', "stop")
-    assert len(result.token_ids) == len(
-        engine.loaded.encoder.live_ids(result.text)
-    )  # nothing is computed behind the form
+    # Nothing is computed behind the form.
+    assert len(result.token_ids) == len(engine.loaded.encoder.live_ids(result.text))
     cut = engine.generate(ASK, max_new_tokens=5, **json_mode)
     assert cut.finish_reason == "length"
     assert result.text.startswith(cut.text)

@@ -200,7 +200,8 @@ def test_chunks_behind_tools_are_exact_only_if_they_were_encoded_behind_them(eng
 
 # -- the answer ----------------------------------------------------------------------------------------------------------
 
-HERMES_CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "a"}}\n</tool_call>'
+SAID_CALL = '{"name": "search", "arguments": {"query": "a"}}'
+HERMES_CALL = f"<tool_call>\n{SAID_CALL}\n</tool_call>"
 SEARCH_A = ("search", {"query": "a"})
 ANSWERS = {
     "hermes": (f"Let me see.\n{HERMES_CALL}", "Let me see.", [SEARCH_A]),
@@ -229,19 +230,11 @@ ANSWERS = {
         "",
         [SEARCH_A],
     ),
-    "fenced list": (
-        '```\n[{"name": "search", "arguments": {"query": "a"}}]\n```\n',
-        "",
-        [SEARCH_A],
-    ),
-    "fenced, and text": (
-        '```json\n{"name": "search", "arguments": {"query": "a"}}\n```\nDone.',
-        None,
-        [],
-    ),
+    "fenced list": (f"```\n[{SAID_CALL}]\n```\n", "", [SEARCH_A]),
+    "fenced, and text": (f"```json\n{SAID_CALL}\n```\nDone.", None, []),
     "fenced, no call": ('```json\n{"a": 1}\n```', None, []),
     "fenced code": ("```python\nprint(1)\n```", None, []),
-    "list": ('[{"name": "search", "arguments": {"query": "a"}}]', "", [SEARCH_A]),
+    "list": (f"[{SAID_CALL}]", "", [SEARCH_A]),
     "function": ('{"function": {"name": "now", "arguments": {}}}', "", [("now", {})]),
     "unknown": ('{"name": "other", "arguments": {}}', None, []),
     "no call": ('{"name": "search"}', None, []),

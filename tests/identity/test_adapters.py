@@ -249,9 +249,8 @@ def test_merging_is_followed_there_and_back(engine_of):
     assert not reuses(engine)
     model.unmerge_adapter()
     assert engine.loaded.fingerprint != merged
-    reuses(
-        engine
-    )  # the weights went through two roundings: the same model or not, the answer is right
+    # The weights went through two roundings: the same model or not, the answer is right.
+    reuses(engine)
 
 
 def test_merged_weights_that_were_taken_out_again_are_not_the_old_ones(engine_of):

@@ -108,9 +108,8 @@ def test_a_tile_softens_while_the_tile_before_it_is_added_to_the_outputs(dim, ma
     outputs = next(i for i in waits if i > scores)
     assert "gsb0, 0x0" in code[outputs]
     assert variant.geometry is not None
-    of_thread = (
-        variant.geometry.keys // 2 + 2
-    )  # its part of 16 rows, and a factor of each of its two rows
+    # Its part of 16 rows, and a factor of each of its two rows.
+    of_thread = variant.geometry.keys // 2 + 2
     assert sum("MUFU.EX2" in line for line in code[scores:outputs]) == of_thread
 
 

@@ -111,9 +111,7 @@ def test_a_wrong_answer_is_not_timed(libraries, monkeypatch):
 def test_what_is_absent_or_refuses_says_so(libraries, monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     monkeypatch.setattr(
-        sys.modules["torch.nn.attention.varlen"],
-        "varlen_attn",
-        lambda *_, **__: 1 / 0,
+        sys.modules["torch.nn.attention.varlen"], "varlen_attn", lambda *_, **__: 1 / 0
     )
     row = row_of(SHAPES["a step of requests"])
     assert row["ms"]["flashinfer paged decode"] == "not installed: flashinfer"

@@ -15,13 +15,7 @@ from langchain_core.load import dumps, loads
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.runnables import ConfigurableField
 
-from kvrag import (
-    ConfigError,
-    KVRagEngine,
-    ModelError,
-    RepairConfig,
-    StoreConfig,
-)
+from kvrag import ConfigError, KVRagEngine, ModelError, RepairConfig, StoreConfig
 from kvrag.testing.models import tiny_model
 from langchain_kvrag import ChatKVRag, KVRagLLM
 
@@ -225,9 +219,8 @@ def test_copies_and_pickles_are_the_same_model(options, cls):
         assert other.engine is llm.engine
     assert not llm.is_lc_serializable()
     dumped = dumps(llm)
-    assert (
-        json.loads(dumped)["type"] == "not_implemented"
-    )  # as for other local models: weights have no such form
+    # As for other local models: weights have no such form.
+    assert json.loads(dumped)["type"] == "not_implemented"
     with pytest.raises(NotImplementedError):
         loads(dumped, allowed_objects="core")
 
@@ -260,9 +253,8 @@ def test_the_profile_is_read_from_the_models_files(tiny_dir, tmp_path, tokenizer
     )
     calls = ChatKVRag.bind_tools is not BaseChatModel.bind_tools
     assert profile["tool_calling"] is calls
-    assert (
-        profile["structured_output"] is False
-    )  # else an agent with tools would bind the schema to every call
+    # Else an agent with tools would bind the schema to every call.
+    assert profile["structured_output"] is False
     plain = Path(shutil.copytree(tiny_dir, tmp_path / "plain"))
     (plain / "chat_template.jinja").unlink(missing_ok=True)
     settings = json.loads((plain / "tokenizer_config.json").read_text())

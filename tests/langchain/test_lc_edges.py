@@ -44,12 +44,8 @@ def test_standard_parameters_that_ask_for_nothing_in_process_are_taken_without_a
 @pytest.mark.parametrize("cls", [ChatKVRag, KVRagLLM])
 def test_none_is_what_was_not_given(cls, options):
     defaults = cls(**options)
-    names = cls.model_fields.keys() - {
-        "model",
-        "kv_dir",
-        "max_tokens",
-        "context",
-    }  # no context is a choice
+    # No context is a choice.
+    names = cls.model_fields.keys() - {"model", "kv_dir", "max_tokens", "context"}
     assert cls(**options, **dict.fromkeys(names)).model_dump() == defaults.model_dump()
 
 

@@ -289,9 +289,8 @@ def test_an_agents_retrieved_chunks_are_reused(kind, chat, store, monkeypatch):
     assert made["exactness"] == "repaired"
     assert chat.explain(messages[:-1]).hits == 3
     assert made["cached_tokens"] > 3 * 42
-    assert made[
-        "has_other_prefix"
-    ]  # the question stands before the chunks, and they were encoded without it
+    # The question stands before the chunks, and they were encoded without it.
+    assert made["has_other_prefix"]
 
 
 async def test_a_graph_of_langgraph_runs_the_same_loop(chat, store, monkeypatch):

@@ -14,13 +14,7 @@ from llama_index_kit import record_prompts, settings
 from transformers import AutoTokenizer
 
 import kvrag.engine
-from kvrag import (
-    ConfigError,
-    InputError,
-    KVRagEngine,
-    RepairConfig,
-    StoreConfig,
-)
+from kvrag import ConfigError, InputError, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.testing.models import tiny_model
 from llama_index.llms.kvrag import KVPrecompute, KVRagLLM
 

@@ -391,9 +391,8 @@ def test_all_that_a_proof_depends_on_is_in_its_name(monkeypatch):
 
 
 def test_proving_can_be_switched_off(count, tmp_path):
-    own_dir = save_tiny_model(
-        tmp_path / "model"
-    )  # not loaded, and so not proven, by any other test
+    # Not loaded, and so not proven, by any other test.
+    own_dir = save_tiny_model(tmp_path / "model")
     calls = count(BAD)
     engine = KVRagEngine.from_pretrained(own_dir, prove="off")
     assert isinstance(engine.loaded.lm, CausalLM)

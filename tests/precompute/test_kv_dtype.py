@@ -253,9 +253,8 @@ def test_a_model_that_does_not_tolerate_a_type_is_refused(tokenizer, tmp_path, m
 
 
 def test_another_best_token_counts_where_it_was_about_as_likely():
-    logits = torch.tensor(
-        [[2.0, 1.9, 0.0], [2.0, 1.4, 0.0], [2.0, 1.2, 0.0], [2.0, 1.9, 0.0]]
-    )  # half as likely: 0.69 less
+    # Half as likely: 0.69 less.
+    logits = torch.tensor([[2.0, 1.9, 0.0], [2.0, 1.4, 0.0], [2.0, 1.2, 0.0], [2.0, 1.9, 0.0]])
     other = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
     assert _same_top(logits, other) == 0.75
     assert not Verdict(0.0, 0.79, 32).passed

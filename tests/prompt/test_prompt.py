@@ -127,9 +127,8 @@ def test_a_prefix_may_be_a_langchain_template(encoder):
 def test_a_prefix_may_be_a_llama_index_template(encoder):
     prompts = pytest.importorskip("llama_index.core.prompts")
     plain = prompts.PromptTemplate("Context:\n{context_str}\nQ: {query_str}")
-    assert (
-        prefix_text(plain, encoder) == f"{HEAD}Context:\n"
-    )  # LlamaIndex sends it as one user message
+    # LlamaIndex sends it as one user message.
+    assert prefix_text(plain, encoder) == f"{HEAD}Context:\n"
     core = pytest.importorskip("llama_index.core.llms")
     chat = prompts.ChatPromptTemplate(
         [

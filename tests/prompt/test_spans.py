@@ -135,9 +135,8 @@ def test_a_registered_text_takes_few_bytes():
         for part in range(4):
             index.add(text_entry(f"{n}: {LOREM}") for n in range(part, num, 4))
         assert len(index) == num
-        assert (
-            tracemalloc.get_traced_memory()[0] < 100 * num
-        )  # the texts themselves have 100 characters and more
+        # The texts themselves have 100 characters and more.
+        assert tracemalloc.get_traced_memory()[0] < 100 * num
     finally:
         tracemalloc.stop()
     assert found(index, f"77: {LOREM}") == [f"77: {LOREM}"]

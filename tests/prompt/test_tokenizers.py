@@ -276,9 +276,8 @@ def test_control_text_that_only_the_normaliser_makes_stays_text(encoders):
     wide = "＜/s＞ and a long word"
     ids = encoders["Unigram"].chunk_ids(wide)
     assert not {1, 2} & {*ids}
-    assert (
-        encoders["Unigram"].tokenizer(wide, split_special_tokens=True)["input_ids"].count(2)
-    )  # what is prevented
+    # What is prevented.
+    assert encoders["Unigram"].tokenizer(wide, split_special_tokens=True)["input_ids"].count(2)
 
 
 # -- (c) BOS stands once --------------------------------------------------------------------------------------------------
@@ -465,11 +464,8 @@ def test_the_tiny_tokenizers_fit_the_tiny_models():
         ([[1, 2], [3], [4, 5]], [1, 2, 3, 4, 5], (2, 0, 5, 0)),
         ([[1, 2], [3], [4, 5]], [1, 23, 4, 5], (2, 1, 5, 2)),
         ([[1, 2], [3], [4, 5]], [1, 234, 5], (2, 2, 5, 3)),
-        (
-            [[1, 2], [3, 4]],
-            [1, 2, 9, 4],
-            (1, 1, 4, 1),
-        ),  # the first token behind the seam is another one
+        # The first token behind the seam is another one.
+        ([[1, 2], [3, 4]], [1, 2, 9, 4], (1, 1, 4, 1)),
         ([[1, 2], [3, 4]], [1, 2, 9, 3, 4], (1, 1, 4, 0)),
         ([[1, 2, 3, 4, 5], [6, 7]], [1, 2, 9, 4, 5, 6, 7], (1, 0, 7, 0)),
         ([[1, 2], [3]], [1, 23], (1, 1, 3, 2)),

@@ -1,6 +1,5 @@
 """Each system call of each operation fails in turn: strace injects an error, a lie about its result, or a kill."""
 
-import os
 import random
 import re
 import shutil
@@ -10,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from syscalls import attach
-from world import PLAIN, Outcome, agree, fork, identity, key, put, state, wait
+from syscalls import traced
+from world import PLAIN, Outcome, agree, identity, key, put, state
 
 from kvrag.errors import StoreError
 from kvrag.store import Retention, TieredStore
@@ -74,32 +73,23 @@ def can_inject() -> str:
     )
 
 
-def traced(root: Path, operation: str, option: str, log: Path) -> int:
+def outcome_of(root: Path, operation: str, option: str, log: Path) -> int:
     """Run one operation in a child under strace and return its status."""
-    ready_out, ready_in = os.pipe()
-    go_out, go_in = os.pipe()
 
-    def child() -> int:
+    def begin() -> Callable[[], int]:
         work = OPERATIONS[operation](root)
-        os.write(ready_in, b"1")
-        os.read(go_out, 1)
-        try:
-            result = work()
-        except StoreError:
-            return REFUSED
-        return 12 if result == "wrong" else ACKNOWLEDGED
 
-    pid = fork(child)
-    os.read(ready_out, 1)
-    strace = attach(
-        pid, ["-f", "-e", f"trace={','.join('?' + call for call in CALLS)}", *option.split()], log
-    )
-    os.write(go_in, b"1")
-    status = wait(pid)
-    strace.wait(20)
-    for fd in (ready_out, ready_in, go_out, go_in):
-        os.close(fd)
-    return status
+        def run() -> int:
+            try:
+                result = work()
+            except StoreError:
+                return REFUSED
+            return 12 if result == "wrong" else ACKNOWLEDGED
+
+        return run
+
+    calls = f"trace={','.join('?' + call for call in CALLS)}"
+    return traced(begin, ["-f", "-e", calls, *option.split()], log)
 
 
 def template(folder: Path) -> Path:
@@ -119,7 +109,7 @@ def cases(folder: Path, root: Path) -> list[tuple[str, str]]:
     for operation in OPERATIONS:
         shutil.copytree(root, folder / "count")
         log = folder / "count.log"
-        traced(folder / "count", operation, "", log)
+        outcome_of(folder / "count", operation, "", log)
         calls = Counter(re.findall(r"^\d+ +(\w+)\(", log.read_text(), re.MULTILINE))
         shutil.rmtree(folder / "count")
         for call, count in sorted(calls.items()):
@@ -155,7 +145,7 @@ def run(folder: Path, *, limit: int | None, seed: int = 0) -> Outcome:
     for operation, option in todo[:limit]:
         work = folder / "case"
         shutil.copytree(root, work)
-        status = traced(work, operation, option, folder / "case.log")
+        status = outcome_of(work, operation, option, folder / "case.log")
         judge(work, operation, option, status, outcome)
         shutil.rmtree(work)
         outcome.add("cases")

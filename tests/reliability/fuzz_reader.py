@@ -33,11 +33,7 @@ def fuzz(runs: int, corpus: Path, report: Path, seed: int) -> None:
 
     sys.path.insert(0, str(HERE.parent / "store"))
     with atheris.instrument_imports(
-        include=[
-            "kvrag.store",
-            "kvrag.identity.fingerprint",
-            "kvrag.kv",
-        ]
+        include=["kvrag.store", "kvrag.identity.fingerprint", "kvrag.kv"]
     ):
         import reader_target
     counts: dict[str, Any] = {

@@ -36,7 +36,7 @@ from serving import (
     run_cli,
     settle,
 )
-from space import on_a_small_disk
+from space import fill_the_rest, on_a_small_disk
 from world import Outcome
 
 REST_S = 40.0  # in which the server returns freed memory twice
@@ -148,13 +148,7 @@ def _fill_up(tiny: Tiny, disk: Path) -> Outcome:
     with tiny.start("--min-free-bytes", "0") as server:
         precompute_all(server, outcome)
         singles = Singles(asks(24)).run(server, outcome)
-        with (disk / "filler").open("wb", buffering=0) as file:
-            for size in (2**16, 2**12, 1):
-                try:
-                    while True:
-                        file.write(b"x" * size)
-                except OSError:
-                    continue
+        fill_the_rest(disk)
         more = make_chunks(4, words=200, seed=77)
         status, said = precompute(server, "bob", more, start=100)
         stored = set(json.loads(server.get("/v1/kv/documents", KEYS["bob"]))["data"])

@@ -113,9 +113,8 @@ class Tiny:
         command += ["--kv-dir", str(self.kv_dir), "--port", "0"]
         keys = ",".join(f"{tenant}={key}" for tenant, key in KEYS.items())
         env = {"KVRAG_API_KEYS": keys, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        env |= {
-            "XDG_CACHE_HOME": str(self.folder / "cache")
-        }  # nothing that a run remembers is another one's
+        # Nothing that a run remembers is another one's.
+        env |= {"XDG_CACHE_HOME": str(self.folder / "cache")}
         return Server([*command, "--model-name", "tiny", *options], self.folder / "server.log", env)
 
 

@@ -61,7 +61,7 @@ def _fill(disk: Path) -> Outcome:
         "No space left" in str(fault) or "full" in str(fault),
         f"the error does not say why: {fault}",
     )
-    _fill_the_rest(disk)
+    fill_the_rest(disk)
     before = used(disk)
     for number in FILLERS[len(acknowledged) : len(acknowledged) + 30]:
         try:
@@ -86,7 +86,7 @@ def _fill(disk: Path) -> Outcome:
     return outcome
 
 
-def _fill_the_rest(disk: Path) -> None:
+def fill_the_rest(disk: Path) -> None:
     """Leave not one byte."""
     with (disk / "filler").open("wb", buffering=0) as file:
         for size in (2**16, 2**12, 1):

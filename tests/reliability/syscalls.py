@@ -39,28 +39,37 @@ def attach(pid: int, options: list[str], log: Path) -> subprocess.Popen[bytes]:
     return strace
 
 
-def record(work: Callable[[], None], log: Path) -> int:
-    """Run ``work`` in a child, every change that its thread makes on disk being written to ``log``; its exit status."""
+def traced(begin: Callable[[], Callable[[], int]], options: list[str], log: Path) -> int:
+    """Run what ``begin`` returns, in a child that strace traces; its exit status."""
     ready_out, ready_in = os.pipe()
     go_out, go_in = os.pipe()
 
     def child() -> int:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), NOTES)
+        work = begin()
         os.write(ready_in, b"1")
         os.read(go_out, 1)
-        work()
-        return 0
+        return work()
 
     pid = fork(child)
     os.read(ready_out, 1)
-    calls = f"trace={','.join('?' + call for call in CHANGES)}"
-    strace = attach(pid, ["-xx", "-v", "-s", str(2**24), "-e", calls], log)
+    strace = attach(pid, options, log)
     os.write(go_in, b"1")
     status = wait(pid)
     strace.wait(20)
     for fd in (ready_out, ready_in, go_out, go_in):
         os.close(fd)
     return status
+
+
+def record(work: Callable[[], None], log: Path) -> int:
+    """Run ``work`` in a child, every change that its thread makes on disk being written to ``log``; its exit status."""
+
+    def begin() -> Callable[[], int]:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), NOTES)
+        return lambda: work() or 0
+
+    calls = f"trace={','.join('?' + call for call in CHANGES)}"
+    return traced(begin, ["-xx", "-v", "-s", str(2**24), "-e", calls], log)
 
 
 def note(text: str) -> None:
@@ -119,11 +128,8 @@ class Recording:
                 self._at(words[0] if call == "openat" else "AT_FDCWD", strings[0]), rest, result
             )
         elif call in ("write", "writev", "pwrite64", "pwritev", "pwritev2"):
-            places = {
-                "pwrite64": -1,
-                "pwritev": -1,
-                "pwritev2": -2,
-            }  # of the offset among the arguments
+            # Of the offset among the arguments.
+            places = {"pwrite64": -1, "pwritev": -1, "pwritev2": -2}
             offset = int(words[places[call]]) if call in places else None
             self._written(int(words[0]), b"".join(strings)[:result], offset)
         elif call in ("ftruncate", "fallocate"):

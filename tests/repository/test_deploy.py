@@ -193,9 +193,8 @@ def test_two_servers_share_kv_and_each_loss_costs_time_only(project):
             ]
             asked[4].result()
             os.kill(project.pid("kvrag-1"), signal.SIGKILL)
-            answers = [
-                each.result() for each in asked
-            ]  # what was under way is asked again, by the client
+            # What was under way is asked again, by the client.
+            answers = [each.result() for each in asked]
         assert all(each.usage.prompt_tokens_details.cached_tokens > 0 for each in answers)
     else:
         os.kill(project.pid("kvrag-1"), signal.SIGKILL)

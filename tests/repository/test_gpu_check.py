@@ -110,35 +110,18 @@ def test_a_step_that_fails_hangs_or_lacks_a_package_does_not_keep_the_next_from_
     assert [checked(tmp_path, *steps)[0] for steps in ([tool], [lacks, tool])] == [0, 1]
 
 
-TESTED = "print('= 2 passed, 1 skipped in 1.00s =')"
+DIAGNOSED = python("diagnosis", "", proves="sm90")
+TESTED = python("tests", "print('= 2 passed, 1 skipped in 1.00s =')", proves="sm90")
 
 
 @pytest.mark.parametrize(
     ("steps", "is_proven"),
     [
-        ([python("diagnosis", "", proves="sm90"), python("tests", TESTED, proves="sm90")], True),
-        (
-            [
-                python("diagnosis", "", proves="sm90"),
-                python("tests", "print('= 3 skipped in 1s =')", proves="sm90"),
-            ],
-            False,
-        ),
-        ([python("diagnosis", "", proves="sm90")], False),
-        (
-            [
-                python("diagnosis", "raise SystemExit(1)", proves="sm90"),
-                python("tests", TESTED, proves="sm90"),
-            ],
-            False,
-        ),
-        (
-            [
-                python("diagnosis", "", needs=("no_such",), proves="sm90"),
-                python("tests", TESTED, proves="sm90"),
-            ],
-            False,
-        ),
+        ([DIAGNOSED, TESTED], True),
+        ([DIAGNOSED, python("tests", "print('= 3 skipped in 1s =')", proves="sm90")], False),
+        ([DIAGNOSED], False),
+        ([python("diagnosis", "raise SystemExit(1)", proves="sm90"), TESTED], False),
+        ([python("diagnosis", "", needs=("no_such",), proves="sm90"), TESTED], False),
     ],
     ids=["all pass", "skipped", "no tests", "a failure", "left out"],
 )

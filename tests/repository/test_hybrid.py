@@ -179,9 +179,8 @@ def test_the_costs_of_one_shape_worked_out_by_hand():
     maps = costs.map_bytes(shape)
     assert maps["a"] == maps["b"] == 36 * 32 * 128 * 128 * 4
     assert costs.map_bytes(shape, rows=32)["a"] == 36 * 32 * 2 * 32 * 128 * 4  # factors are smaller
-    assert (
-        3.0e9 < costs.weights(shape) < 3.4e9
-    )  # "3B active", with the head's and without embeddings
+    # "3B active", with the head's and without embeddings.
+    assert 3.0e9 < costs.weights(shape) < 3.4e9
 
 
 @pytest.mark.parametrize("shape", SHAPES["hybrids"], ids=lambda shape: shape["name"])

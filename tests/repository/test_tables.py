@@ -192,13 +192,6 @@ def test_forms_are_summed_up_by_what_full_prefill_has_right(tmp_path, monkeypatc
     facts.lines.cache_clear()
 
 
-def test_mcnemars_test():
-    assert facts.mcnemar(0, 0) == 1
-    assert facts.mcnemar(5, 5) == 1
-    assert facts.mcnemar(8, 0) == pytest.approx(2 / 256)
-    assert facts.mcnemar(1, 9) == facts.mcnemar(9, 1) == pytest.approx(22 / 1024)
-
-
 def test_an_interval_is_paired_and_repeatable():
     """Questions are drawn whole: a ratio that is the same on each of them has no spread."""
     assert facts.interval([1, 2, 3, 4], [2, 4, 6, 8]) == (0.5, 0.5)

@@ -1,6 +1,6 @@
 """Bodies as clients send them with their own defaults, by client, and the file of its sources that builds them.
 
-``ID`` stands for the served model's name. A body that is accepted must be answered; nothing of it may be a fault.
+Every body names the served model, ``ID``. A body that is accepted must be answered; nothing of it may be a fault.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ ID = "tiny"
 
 USER = {"role": "user", "content": "Who keeps the lamp?"}
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}},
@@ -24,24 +25,32 @@ TOOL = {
 
 
 class Sent(NamedTuple):
-    """A body of a client: where it is sent, and in which file of the client's sources it is built."""
+    """A body of a client, and in which file of the client's sources it is built."""
 
     client: str
     source: str
-    path: str
-    body: dict[str, Any]
+    given: dict[str, Any]
+
+    @property
+    def path(self) -> str:
+        return TEXT if "prompt" in self.given else CHAT
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"model": ID, **self.given}
+
+
+def each(value: Any, names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), value)
 
 
 CLIENTS = (
     Sent(
         "Open WebUI",
         "backend/open_webui/utils/payload.py, routers/openai.py",
-        CHAT,
         {
-            "stream": True,
-            "model": ID,
+            **STREAM,
             "messages": [SYSTEM, USER],
-            "stream_options": {"include_usage": True},
             "temperature": 0.8,
             "top_p": 0.9,
             "top_k": 40,
@@ -69,9 +78,7 @@ CLIENTS = (
     Sent(
         "Open WebUI, title of a chat",
         "backend/open_webui/routers/tasks.py",
-        CHAT,
         {
-            "model": ID,
             "messages": [USER],
             "stream": False,
             "max_completion_tokens": 4,
@@ -83,17 +90,14 @@ CLIENTS = (
     Sent(
         "Continue, chat",
         "core/llm/llms/OpenAI.ts, packages/openai-adapters/src/apis/OpenAI.ts",
-        CHAT,
         {
             "messages": [SYSTEM, {"role": "user", "content": [{"type": "text", "text": "Who?"}]}],
-            "model": ID,
             "max_tokens": 4,
             "temperature": 0.5,
             "top_p": None,
             "frequency_penalty": None,
             "presence_penalty": None,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            **STREAM,
             "stop": None,
             "tools": [TOOL],
             "parallel_tool_calls": False,
@@ -102,10 +106,8 @@ CLIENTS = (
     Sent(
         "Continue, autocomplete",
         "core/llm/llms/OpenAI.ts",
-        TEXT,
         {
             "prompt": "<|fim_prefix|>def f(<|fim_suffix|>):<|fim_middle|>",
-            "model": ID,
             "max_tokens": 4,
             "temperature": 0.01,
             "stream": True,
@@ -115,9 +117,7 @@ CLIENTS = (
     Sent(
         "Cline",
         "src/core/api/providers/openai.ts",
-        CHAT,
         {
-            "model": ID,
             "messages": [
                 SYSTEM,
                 {"role": "user", "content": [{"type": "text", "text": "<task>\nWho?\n</task>"}]},
@@ -132,22 +132,19 @@ CLIENTS = (
             ],
             "temperature": 0,
             "max_tokens": 4,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            **STREAM,
             "tools": None,
         },
     ),
     Sent(
         "SillyTavern, chat completions",
         "src/endpoints/backends/chat-completions.js",
-        CHAT,
         {
             "messages": [
                 SYSTEM,
                 {"role": "user", "content": "Who?", "name": "Ann"},
                 {"role": "system", "content": "[Go on]"},
             ],
-            "model": ID,
             "temperature": 1,
             "max_tokens": 4,
             "stream": False,
@@ -166,10 +163,8 @@ CLIENTS = (
     Sent(
         "SillyTavern, text completions",
         "public/scripts/textgen-settings.js",
-        TEXT,
         {
             "prompt": "Ann: Who?\nBob:",
-            "model": ID,
             "max_new_tokens": 4,
             "max_tokens": 4,
             "logprobs": 10,
@@ -177,31 +172,20 @@ CLIENTS = (
             "top_p": 0.5,
             "typical_p": 1,
             "typical": 1,
-            "min_p": 0,
             "repetition_penalty": 1.2,
-            "frequency_penalty": 0,
-            "presence_penalty": 0,
             "top_k": 40,
-            "min_length": 0,
-            "min_tokens": 0,
             "add_bos_token": True,
-            "smoothing_factor": 0,
             "smoothing_curve": 1,
             "dry_allowed_length": 2,
-            "dry_multiplier": 0,
             "dry_base": 1.75,
             "dry_sequence_breakers": '["\\n", ":"]',
-            "dry_penalty_last_n": 0,
-            "max_tokens_second": 0,
             "stopping_strings": ["\nAnn:"],
             "stop": ["\nAnn:"],
             "truncation_length": 4096,
             "ban_eos_token": False,
             "skip_special_tokens": True,
             "include_reasoning": True,
-            "top_a": 0,
             "tfs": 1,
-            "mirostat_mode": 0,
             "mirostat_tau": 5,
             "mirostat_eta": 0.1,
             "custom_token_bans": "",
@@ -209,10 +193,6 @@ CLIENTS = (
             "api_type": "generic",
             "api_server": "http://127.0.0.1:8000",
             "xtc_threshold": 0.1,
-            "xtc_probability": 0,
-            "nsigma": 0,
-            "top_n_sigma": 0,
-            "min_keep": 0,
             "adaptive_target": -0.01,
             "adaptive_decay": 0.9,
             "n": 1,
@@ -223,26 +203,28 @@ CLIENTS = (
             "n_predict": 4,
             "num_predict": 4,
             "num_ctx": 4096,
-            "mirostat": 0,
             "guidance_scale": 1,
             "negative_prompt": "",
             "stream": True,
+            **each(
+                0,
+                "min_p frequency_penalty presence_penalty min_length min_tokens smoothing_factor "
+                "dry_multiplier dry_penalty_last_n max_tokens_second top_a mirostat_mode "
+                "xtc_probability nsigma top_n_sigma min_keep mirostat",
+            ),
         },
     ),
     Sent(
         "LibreChat",
         "@librechat/agents, which extends LangChain's ChatOpenAI",
-        CHAT,
         {
-            "model": ID,
             "messages": [{"role": "system", "content": "Be brief."}, USER],
             "temperature": 1,
             "top_p": 1,
             "presence_penalty": 0,
             "frequency_penalty": 0,
             "user": "6512bd43d9caa6e02c990b0a",
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            **STREAM,
             "max_tokens": 4,
             "modalities": ["text"],
             "verbosity": "medium",
@@ -251,9 +233,7 @@ CLIENTS = (
     Sent(
         "ragas",
         "src/ragas/llms/base.py, by LangChain's ChatOpenAI",
-        CHAT,
         {
-            "model": ID,
             "messages": [USER],
             "n": 3,
             "temperature": 0.3,
@@ -264,9 +244,7 @@ CLIENTS = (
     Sent(
         "ragas, structured",
         "src/ragas/llms/base.py, by instructor",
-        CHAT,
         {
-            "model": ID,
             "messages": [USER],
             "temperature": 0.01,
             "top_p": 0.1,
@@ -277,9 +255,7 @@ CLIENTS = (
     Sent(
         "instructor, tools",
         "instructor/processing/response.py",
-        CHAT,
         {
-            "model": ID,
             "messages": [USER],
             "max_tokens": 64,
             "tools": [TOOL],
@@ -289,9 +265,7 @@ CLIENTS = (
     Sent(
         "instructor, JSON schema",
         "instructor/processing/response.py",
-        CHAT,
         {
-            "model": ID,
             "messages": [USER],
             "max_tokens": 64,
             "response_format": {
@@ -303,10 +277,8 @@ CLIENTS = (
     Sent(
         "lm-evaluation-harness, generation",
         "lm_eval/models/openai_completions.py, LocalCompletionsAPI",
-        TEXT,
         {
             "prompt": [[1, 5, 6], [1, 7]],
-            "model": ID,
             "max_tokens": 4,
             "temperature": 0,
             "stop": ["\n\n", "Question:"],
@@ -316,9 +288,7 @@ CLIENTS = (
     Sent(
         "lm-evaluation-harness, log-likelihood",
         "lm_eval/models/openai_completions.py, LocalCompletionsAPI",
-        TEXT,
         {
-            "model": ID,
             "prompt": [[1, 5, 6, 9], [1, 7]],
             "temperature": 0,
             "max_tokens": 1,
@@ -330,10 +300,8 @@ CLIENTS = (
     Sent(
         "lm-evaluation-harness, chats",
         "lm_eval/models/openai_completions.py, LocalChatCompletion",
-        CHAT,
         {
             "messages": [{"role": "user", "content": "2 + 2 =", "type": "text"}],
-            "model": ID,
             "max_tokens": 4,
             "temperature": 0,
             "stop": ["Question:"],
@@ -343,39 +311,27 @@ CLIENTS = (
     Sent(
         "aider",
         "aider/models.py, by litellm",
-        CHAT,
-        {
-            "model": ID,
-            "messages": [SYSTEM, USER],
-            "stream": True,
-            "temperature": 0,
-            "max_tokens": 4,
-        },
+        {"messages": [SYSTEM, USER], "stream": True, "temperature": 0, "max_tokens": 4},
     ),
     Sent(
         "Vercel AI SDK",
         "packages/openai-compatible/src/chat/openai-compatible-chat-language-model.ts",
-        CHAT,
         {
-            "model": ID,
             "user": None,
             "max_tokens": 4,
             "temperature": 0,
             "messages": [USER],
             "tools": [TOOL],
             "tool_choice": "auto",
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            **STREAM,
         },
     ),
     Sent(
         "LlamaIndex, OpenAILike",
         "llama_index/llms/openai/base.py",
-        CHAT,
         {
             "messages": [USER],
             "stream": False,
-            "model": ID,
             "temperature": 0.1,
             "max_tokens": 4,
             "tool_choice": "none",
@@ -384,28 +340,17 @@ CLIENTS = (
     Sent(
         "vLLM's own clients",
         "vllm/entrypoints/openai/chat_completion/protocol.py",
-        CHAT,
         {
-            "model": ID,
             "messages": [USER],
             "frequency_penalty": 0.0,
-            "logit_bias": None,
             "logprobs": False,
             "top_logprobs": 0,
             "max_tokens": 4,
             "n": 1,
             "presence_penalty": 0.0,
-            "response_format": None,
-            "seed": None,
             "stop": [],
             "stream": False,
-            "stream_options": None,
-            "temperature": None,
-            "top_p": None,
-            "tools": None,
             "tool_choice": "none",
-            "user": None,
-            "best_of": None,
             "use_beam_search": False,
             "top_k": -1,
             "min_p": 0.0,
@@ -417,61 +362,44 @@ CLIENTS = (
             "min_tokens": 0,
             "skip_special_tokens": True,
             "spaces_between_special_tokens": True,
-            "truncate_prompt_tokens": None,
-            "prompt_logprobs": None,
             "echo": False,
             "add_generation_prompt": True,
             "continue_final_message": False,
             "add_special_tokens": False,
-            "documents": None,
-            "chat_template": None,
-            "chat_template_kwargs": None,
-            "guided_json": None,
-            "guided_regex": None,
             "priority": 0,
             "request_id": "a",
+            **each(
+                None,
+                "logit_bias response_format seed stream_options temperature top_p tools user "
+                "best_of truncate_prompt_tokens prompt_logprobs documents chat_template "
+                "chat_template_kwargs guided_json guided_regex",
+            ),
         },
     ),
     Sent(
         "OpenAI's client, every field of its own at nothing",
         "src/openai/types/chat/completion_create_params.py",
-        CHAT,
         {
-            "model": ID,
             "messages": [{"role": "user", "content": "Who?", "name": None}],
-            "audio": None,
-            "frequency_penalty": None,
             "function_call": "none",
             "functions": [],
-            "logit_bias": None,
-            "logprobs": None,
             "max_completion_tokens": 4,
-            "max_tokens": None,
-            "metadata": None,
             "modalities": ["text"],
-            "n": None,
-            "parallel_tool_calls": None,
-            "prediction": None,
-            "presence_penalty": None,
             "prompt_cache_key": "a",
-            "prompt_cache_retention": None,
-            "reasoning_effort": None,
             "response_format": {"type": "text"},
             "safety_identifier": "b",
-            "seed": None,
             "service_tier": "auto",
-            "stop": None,
             "store": False,
-            "stream": None,
             "stream_options": {"include_obfuscation": False},
-            "temperature": None,
-            "tool_choice": None,
-            "tools": None,
-            "top_logprobs": None,
-            "top_p": None,
             "user": "c",
             "verbosity": "low",
-            "web_search_options": None,
+            **each(
+                None,
+                "audio frequency_penalty logit_bias logprobs max_tokens metadata n "
+                "parallel_tool_calls prediction presence_penalty prompt_cache_retention "
+                "reasoning_effort seed stop stream temperature tool_choice tools top_logprobs "
+                "top_p web_search_options",
+            ),
         },
     ),
 )

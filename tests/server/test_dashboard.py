@@ -19,9 +19,8 @@ def test_every_metric_is_one_of_a_running_servers(http):
     ours = {family.name for family in families if family.name.startswith("kvrag_")}
     ours = {name for name in ours if not name.endswith("_created")}  # the client library's own
     names = {sample.name for family in families for sample in family.samples}
-    counters = {
-        f"{family.name}_total" for family in families if family.type == "counter"
-    }  # with no sample before the first
+    # With no sample before the first.
+    counters = {f"{family.name}_total" for family in families if family.type == "counter"}
     panels = json.loads(FILE.read_text())["panels"]
     texts = [target["expr"] for panel in panels for target in panel["targets"]]
     asked = {name for text in texts for name in re.findall(r"kvrag_\w+", text)}

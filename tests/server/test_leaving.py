@@ -124,20 +124,16 @@ def test_leaving_while_prefilling_leaves_nothing_to_decode(
 
 def test_a_client_that_reads_nothing_holds_nobody_up_and_is_left(engine, monkeypatch):
     monkeypatch.setattr(completions, "SEND_TIMEOUT_S", 1.0)
-    ask = LONG | {
-        "stream": True,
-        "logprobs": True,
-        "top_logprobs": 20,
-    }  # most of a megabyte: more than the sockets take
+    # Most of a megabyte: more than the sockets take.
+    ask = LONG | {"stream": True, "logprobs": True, "top_logprobs": 20}
     with served(engine, ServerConfig(model_name="tiny", max_running=1), send_buffer=2**15) as (
         app,
         url,
     ):
         peer = opened(url, ask, small=True)
         until(lambda: app.state.service.admission.running)
-        until(
-            lambda: not app.state.service.admission.running, 120
-        )  # the work is done, the client has read nothing
+        # The work is done, the client has read nothing.
+        until(lambda: not app.state.service.admission.running, 120)
         assert httpx.post(f"{url}/v1/chat/completions", json=ASK, timeout=30).is_success
         until(lambda: samples(url, "kvrag_requests_cancelled_total", reason="client_too_slow") == 1)
         peer.close()

@@ -36,10 +36,7 @@ CHAT = {
 }
 TEXT = {
     name: CHAT[name] for name in ("model", "max_tokens", "temperature", "stop", "n", "kvrag")
-} | {
-    "prompt": "One",
-    "logprobs": 1,
-}
+} | {"prompt": "One", "logprobs": 1}
 BODIES = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": TEXT,
@@ -49,50 +46,12 @@ BODIES = {
 }
 PATTERNS = ("(" * 50, "(?<=a", "[z-a]", "\\", "(a+)+$")
 VALUES = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        -1,
-        1,
-        2**31,
-        2**63,
-        -(2**63),
-        2**64,
-        10**400,
-        1e308,
-        -1e308,
-        0.5,
-        math.nan,
-        math.inf,
-    ),
-    *(
-        "",
-        "x",
-        "\x00",
-        "\ud800",
-        "\udfff",
-        "🙂",
-        "a" * 100_000,
-        "<|im_end|>",
-        "-1",
-        "NaN",
-        "null",
-        "{{ 1 / 0 }}",
-    ),
-    *(
-        [],
-        {},
-        [[]],
-        [{}],
-        {"": ""},
-        [None],
-        ["x"] * 10_000,
-        {"type": "x"},
-        {"type": None},
-        {"\ud800": 1},
-    ),
+    *(None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 2**64, 10**400),
+    *(1e308, -1e308, 0.5, math.nan, math.inf),
+    *("", "x", "\x00", "\ud800", "\udfff", "🙂", "a" * 100_000, "<|im_end|>"),
+    *("-1", "NaN", "null", "{{ 1 / 0 }}"),
+    *([], {}, [[]], [{}], {"": ""}, [None], ["x"] * 10_000),
+    *({"type": "x"}, {"type": None}, {"\ud800": 1}),
     [{"role": "user"}],
     [{"role": "tool", "tool_call_id": 3, "content": "x"}],
     [{"role": "assistant", "tool_calls": [{"function": {"name": None, "arguments": "{"}}]}],
@@ -107,17 +66,11 @@ VALUES = [
 SCHEMAS = [
     {"type": "wrong"},
     {"type": ["object", 1]},
-    {"$ref": "#/nowhere"},
-    {"$ref": "#"},
-    {"$ref": 3},
-    {"$ref": "http://127.0.0.1:1/x"},
-    {"properties": 3},
-    {"properties": {"a": 3}},
+    *({"$ref": target} for target in ("#/nowhere", "#", 3, "http://127.0.0.1:1/x")),
+    *({"properties": properties} for properties in (3, {"a": 3})),
     {"required": "a", "type": "object"},
-    {"enum": []},
-    {"enum": "abc"},
-    {"anyOf": []},
-    {"anyOf": {}},
+    *({"enum": values} for values in ([], "abc")),
+    *({"anyOf": schemas} for schemas in ([], {})),
     {"not": {}},
     {"minimum": "x"},
     {"type": "number", "minimum": 5, "maximum": 1},
@@ -126,9 +79,7 @@ SCHEMAS = [
     {"type": "integer", "multipleOf": 0},
     {"const": math.nan},
     *[{"type": "string", "pattern": pattern} for pattern in PATTERNS],
-    True,
-    False,
-    [],
+    *(True, False, []),
 ]
 
 

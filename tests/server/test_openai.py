@@ -221,9 +221,8 @@ def test_logprobs_are_openais_whole_and_streamed(client, engine, asked):
         )
     )
     told = [piece.choices[0].logprobs for piece in pieces[:-1]]
-    assert (
-        sum(len(piece.content) for piece in told if piece) == pieces[-1].usage.completion_tokens
-    )  # the stop string's too
+    # The stop string's too.
+    assert sum(len(piece.content) for piece in told if piece) == pieces[-1].usage.completion_tokens
     with pytest.raises(openai.BadRequestError, match="top_logprobs"):
         client.chat.completions.create(**asked, top_logprobs=2)
 

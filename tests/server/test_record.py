@@ -1,5 +1,6 @@
 """What a request leaves behind: a line in the log, spans, and no word of what was asked, answered or stored."""
 
+import functools
 import io
 import json
 import logging
@@ -120,48 +121,36 @@ def test_no_text_or_key_is_ever_logged(lines, tiny_dir, tmp_path, monkeypatch, c
     document = f"{SECRET} " + " ".join(f"{SECRET}{n}" for n in range(60))
     config = ServerConfig(model_name="tiny", api_keys={KEY: "a"})
     with served(engine, config) as (app, url):
+        send = functools.partial(post, url, key=KEY)
         answers = [
-            post(
-                url,
-                {"documents": [{"id": "1", "text": document}]},
-                key=KEY,
-                path="/v1/kv/precompute",
-            ),
-            post(url, ask(f"{document}\n\n{SECRET}?"), key=KEY),
-            post(
-                url,
-                ask(f"{document}\n\n{SECRET}?", stream=True, stop=[SECRET], logprobs=True),
-                key=KEY,
-            ),
-            post(url, ask("x", kvrag={"documents": [{"text": document}]}), key=KEY),
-            post(url, {"messages": ask(document)["messages"]}, key=KEY, path="/v1/kv/explain"),
-            post(
-                url,
+            send({"documents": [{"id": "1", "text": document}]}, path="/v1/kv/precompute"),
+            send(ask(f"{document}\n\n{SECRET}?")),
+            send(ask(f"{document}\n\n{SECRET}?", stream=True, stop=[SECRET], logprobs=True)),
+            send(ask("x", kvrag={"documents": [{"text": document}]})),
+            send({"messages": ask(document)["messages"]}, path="/v1/kv/explain"),
+            send(
                 {"model": "tiny", "prompt": [SECRET, document], "max_tokens": 2},
-                key=KEY,
                 path="/v1/completions",
             ),
-            post(url, ask(SECRET), key=f"{KEY}-wrong"),
-            post(url, ask(SECRET, model=SECRET), key=KEY),
-            post(url, ask(SECRET, **{SECRET: 1}), key=KEY),
-            post(url, ask(SECRET, temperature=SECRET), key=KEY),
-            post(url, ask({"text": SECRET}), key=KEY),
-            post(url, ask([{"type": SECRET}]), key=KEY),
-            post(url, ask(SECRET, response_format={"type": SECRET}), key=KEY),
-            post(
-                url,
+            send(ask(SECRET), key=f"{KEY}-wrong"),
+            send(ask(SECRET, model=SECRET)),
+            send(ask(SECRET, **{SECRET: 1})),
+            send(ask(SECRET, temperature=SECRET)),
+            send(ask({"text": SECRET})),
+            send(ask([{"type": SECRET}])),
+            send(ask(SECRET, response_format={"type": SECRET})),
+            send(
                 ask(
                     SECRET,
                     tools=[
                         {"type": "function", "function": {"name": SECRET, "parameters": SECRET}}
                     ],
-                ),
-                key=KEY,
+                )
             ),
-            post(url, ask(SECRET + " word" * 5000), key=KEY),
-            post(url, f'{{"model": "{SECRET}'.encode(), key=KEY),
-            post(url, ask("x", kvrag={"mode": SECRET, "repair": {SECRET: SECRET}}), key=KEY),
-            post(url, {}, key=KEY, path=f"/{SECRET}"),
+            send(ask(SECRET + " word" * 5000)),
+            send(f'{{"model": "{SECRET}'.encode()),
+            send(ask("x", kvrag={"mode": SECRET, "repair": {SECRET: SECRET}})),
+            send({}, path=f"/{SECRET}"),
         ]
 
         def fail(*_, **__):
@@ -169,10 +158,10 @@ def test_no_text_or_key_is_ever_logged(lines, tiny_dir, tmp_path, monkeypatch, c
 
         with monkeypatch.context() as patch:
             patch.setattr(app.state.service.engine, "astream", fail)
-            answers.append(post(url, ask(SECRET), key=KEY))
+            answers.append(send(ask(SECRET)))
         with monkeypatch.context() as patch:
             patch.setattr(app.state.service.engine._answering.loaded.encoder, "chat_pieces", fail)
-            answers += [post(url, ask(SECRET, stream=stream), key=KEY) for stream in (False, True)]
+            answers += [send(ask(SECRET, stream=stream)) for stream in (False, True)]
         with monkeypatch.context() as patch:
             patch.setattr(app.state.service.engine, "explain", fail)
             answers.append(post(url, {"prompt": SECRET}, key=KEY, path="/v1/kv/explain"))
@@ -182,16 +171,14 @@ def test_no_text_or_key_is_ever_logged(lines, tiny_dir, tmp_path, monkeypatch, c
     assert {200, 400, 401, 404} <= set(statuses)
     said = lines()
     assert len([line for line in said if line["logger"] == "kvrag_server"]) >= len(answers)
-    assert any(
-        "fail" in json.dumps(line) for line in said
-    )  # the way to a failure is there, its message is not
+    # The way to a failure is there, its message is not.
+    assert any("fail" in json.dumps(line) for line in said)
     made = json.loads(answers[1][2])["choices"][0]["message"]["content"]
     everything = json.dumps(said) + capfd.readouterr().err
     assert SECRET.lower() not in everything.lower()
     assert json.dumps(made)[1:-1] not in json.dumps(said)
-    assert not [
-        line for line in said if "choices" in line.get("message", "")
-    ]  # an event of a stream
+    # An event of a stream.
+    assert not [line for line in said if "choices" in line.get("message", "")]
 
 
 @pytest.fixture(scope="module")

@@ -72,10 +72,8 @@ def test_the_log_is_lines_of_json(command):
             name = httpx.get(f"{found[0]}/v1/models").json()["data"][0]["id"]
             chunk = {"text": " ".join(f"word{n}" for n in range(60))}
             httpx.post(f"{found[0]}/v1/kv/precompute", json={"documents": [chunk]}, timeout=60)
-            system = {
-                "role": "system",
-                "content": "Swordfish",
-            }  # a prefix that the chunk was not precomputed behind
+            # A prefix that the chunk was not precomputed behind.
+            system = {"role": "system", "content": "Swordfish"}
             ask = {
                 "model": name,
                 "messages": [system, {"role": "user", "content": f"{chunk['text']} Who?"}],

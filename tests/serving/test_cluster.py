@@ -164,9 +164,8 @@ def test_a_replica_is_killed_under_load_and_no_request_is_lost(tiny_dir, tmp_pat
         assert time.monotonic() < deadline, "no replica took the place of the one that was killed"
         time.sleep(0.5)
     assert now != before
-    by_chunks = {
-        number: asked(number)[0] for number in range(16)
-    }  # where nobody has much to do, the owner answers
+    # Where nobody has much to do, the owner answers.
+    by_chunks = {number: asked(number)[0] for number in range(16)}
     assert by_chunks == {number: asked(number)[0] for number in range(16)}
     assert set(by_chunks.values()) == now
     engine.close()

@@ -32,13 +32,8 @@ def cluster(monkeypatch):
     ("have", "given", "workers", "cpus", "gpus"),
     [
         ({"CPU": 8.0}, {}, (8, 8), 7 / 8, None),
-        (
-            {"CPU": 2.0},
-            {"concurrency": 2},
-            (2, 2),
-            0.5,
-            None,
-        ),  # two of a whole core would leave none to who reads
+        # Two of a whole core would leave none to who reads.
+        ({"CPU": 2.0}, {"concurrency": 2}, (2, 2), 0.5, None),
         ({"CPU": 1.0}, {}, (1, 1), 0.5, None),
         ({"CPU": 64.0, "GPU": 4.0}, {}, (4, 4), 1.0, 1.0),
         ({"CPU": 64.0, "GPU": 4.0}, {"num_gpus": 0.5}, (8, 8), 1.0, 0.5),
@@ -61,11 +56,7 @@ def test_there_is_a_worker_for_each_gpu_or_core(
         (pool.min_size, pool.max_size),
         asked.options["num_cpus"],
         asked.options["num_gpus"],
-    ) == (
-        workers,
-        cpus,
-        gpus,
-    )
+    ) == (workers, cpus, gpus)
 
 
 def test_a_worker_stores_batches_and_reports_each(cluster, tiny_dir, tmp_path):

@@ -64,9 +64,8 @@ def test_without_chunks_all_are_equals():
 
 
 def test_ray_is_given_the_replicas_in_that_order():
-    router = ChunkRouter.__new__(
-        ChunkRouter
-    )  # the base class wants a cluster; only its memory of loads is used
+    # The base class wants a cluster; only its memory of loads is used.
+    router = ChunkRouter.__new__(ChunkRouter)
     loads = {"replica1": 50}
     router._replica_queue_len_cache = SimpleNamespace(get=lambda each: loads.get(each.unique_id))
     candidates = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in REPLICAS]
@@ -85,14 +84,10 @@ def test_ray_is_given_the_replicas_in_that_order():
 @pytest.mark.parametrize(
     ("stats", "wanted"),
     [
-        (
-            {"running": {"a": 4.0, "b": 4.0}, "waiting": {"a": 6.0, "b": 2.0}},
-            4,
-        ),  # twice as many would run it all
-        (
-            {"running": {"a": 4.0, "b": 4.0}, "waiting": {"a": 0.0, "b": 0.0}},
-            1,
-        ),  # Ray's own policy: 8 of 16 that two take
+        # Twice as many would run it all.
+        ({"running": {"a": 4.0, "b": 4.0}, "waiting": {"a": 6.0, "b": 2.0}}, 4),
+        # Ray's own policy: 8 of 16 that two take.
+        ({"running": {"a": 4.0, "b": 4.0}, "waiting": {"a": 0.0, "b": 0.0}}, 1),
         ({}, 1),
         (None, 1),
     ],

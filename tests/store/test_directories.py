@@ -96,9 +96,8 @@ def test_a_root_that_holds_other_things_keeps_its_mode_and_what_is_new_in_it_is_
     with pytest.raises(StoreError, match=r"holds 'notes.txt' and is no KV store"):
         opened()
     assert os.listdir(root) == ["notes.txt"], "nothing is begun in a folder of somebody's own"
-    (root / "format.json").write_text(
-        json.dumps({"format": "kvrag", "version": FORMAT_VERSION})
-    )  # a store that is there
+    # A store that is there.
+    (root / "format.json").write_text(json.dumps({"format": "kvrag", "version": FORMAT_VERSION}))
     root.chmod(0o755)
     (root / "notes.txt").chmod(0o644)
     fill(opened(), 1)

@@ -9,16 +9,7 @@ from stores import CHUNKS, KEYS, KVS, SIZE, fill, present, put
 
 from kvrag.errors import ConfigError, StoreError
 from kvrag.store import Catalog, FileBlobs, Retention
-from kvrag.store.eviction import (
-    PROBE,
-    RETRY_S,
-    SHARE,
-    TOKEN_MS,
-    Sized,
-    Usage,
-    leaving,
-    token_ms,
-)
+from kvrag.store.eviction import PROBE, RETRY_S, SHARE, TOKEN_MS, Sized, Usage, leaving, token_ms
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, same_bits
 
 GIGABYTE = 10**9

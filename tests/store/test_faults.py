@@ -108,24 +108,19 @@ def test_file_systems_without_hard_links_will_do(opened, root, monkeypatch, numb
     assert os.listdir(root / "tmp") == []
 
 
-@pytest.mark.parametrize(
-    "number", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO, errno.EBADF, errno.EACCES]
-)
-def test_file_systems_that_can_not_sync_directories_will_do(opened, monkeypatch, caplog, number):
-    blobs._warn_of_sync.cache_clear()
-    monkeypatch.setattr(blobs.os, "fsync", failing(number)(None))
-    store = fill(opened(durability="durable", ram_bytes=0), 1)
-    assert same_bits(store.get(ME), KVS[1])
-    assert caplog.text.count("can't sync directories") == 1
+UNSYNCED = {
+    "fsync": ("directories", ("EINVAL", "EOPNOTSUPP", "EIO", "EBADF", "EACCES")),
+    "fdatasync": ("files", ("EINVAL", "EOPNOTSUPP", "ENOSYS")),
+}
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_file_systems_that_can_not_sync_files_will_do(opened, monkeypatch, caplog, number):
+@pytest.mark.parametrize(("call", "fault"), [(c, f) for c in UNSYNCED for f in UNSYNCED[c][1]])
+def test_file_systems_that_can_not_sync_will_do(opened, monkeypatch, caplog, call, fault):
     blobs._warn_of_sync.cache_clear()
-    monkeypatch.setattr(blobs.os, "fdatasync", failing(number)(None))
+    monkeypatch.setattr(blobs.os, call, failing(getattr(errno, fault))(None))
     store = fill(opened(durability="durable", ram_bytes=0), 1)
     assert same_bits(store.get(ME), KVS[1])
-    assert caplog.text.count("can't sync files") == 1
+    assert caplog.text.count(f"can't sync {UNSYNCED[call][0]}") == 1
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE, errno.EMFILE])

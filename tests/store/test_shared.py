@@ -518,8 +518,7 @@ def test_copies_leave_the_disk_its_free_space(tmp_path, redis_url, monkeypatch):
         blobs.FileBlobs, "free_bytes", lambda copies: size[0] - sum(copies.sizes().values())
     )
     store = open_store(
-        tmp_path / "copies",
-        StoreConfig(shared=redis_url, min_free_bytes=120_000, ram_bytes=0),
+        tmp_path / "copies", StoreConfig(shared=redis_url, min_free_bytes=120_000, ram_bytes=0)
     )
     for number in range(12):
         put(store, number)
