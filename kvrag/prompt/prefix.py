@@ -64,10 +64,11 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
                 "explain() shows it"
             )
         return prefix
-    if prefix is None and not encoder.has_chat_template:
-        return ""
     if prefix is None:
-        prefix = []
+        only = [{"role": "user", "content": mark}]
+        if encoder.has_chat_template:
+            return _before(encoder.render(only), "context")
+        return ""
     if isinstance(prefix, Sequence) and not isinstance(prefix, bytes):
         plain = plain_messages(cast(Sequence[Message], prefix), _no_chunk, encoder.facts.roles)
         marked = [{**m, "content": m["content"].replace("{context}", mark)} for m in plain]
