@@ -542,7 +542,8 @@ def test_a_blend_that_is_cut_ends_if_it_is_not_needed(
     else:
         blender.close()
         assert not blender._threads[1].is_alive()
-    assert ((how == "closes" and blender.ended()) or [ended(blender)]) == [(job, None)]
+    found = blender.ended() if how == "closes" else [ended(blender)]
+    assert found == [(job, None)]
     assert not any(layer.kv_cache.any() for layer in blender.layers)
 
 

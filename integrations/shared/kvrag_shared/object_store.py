@@ -10,7 +10,6 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import compress
 from typing import Any
 
 from kvrag import StoreError, require
@@ -108,7 +107,11 @@ class ObjectBlobs(Blobs):
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Delete objects and return the keys that existed."""
-        return set(compress(keys, POOL.ahead(self._delete, list(keys))))
+        return {
+            key
+            for key, was_there in zip(keys, POOL.ahead(self._delete, list(keys)), strict=True)
+            if was_there
+        }
 
     def keys(self) -> set[ChunkKey]:
         """Return all keys."""

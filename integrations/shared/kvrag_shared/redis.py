@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress
 from typing import Any, TypeVar
 
 from kvrag import StoreError, require
@@ -173,7 +172,7 @@ class RedisBlobs(Blobs):
                 pipe = self._server.client.pipeline(transaction=False)
                 for key in some:
                     pipe.unlink(self._head + key)
-                gone.update(compress(some, pipe.execute()))
+                gone |= {key for key, count in zip(some, pipe.execute(), strict=True) if count}
         return gone
 
     def keys(self) -> set[ChunkKey]:
