@@ -93,7 +93,6 @@ def stitch(
         Rows that the next forward computes, int64. They may stay unwritten.
     """
     segments, keys = list(_cut_at_groups(layout.reused, kvs)), buffer.layers[0][0]
-    runs = list[range]()
     angles: Sequence[Angles | None] = ()
     if segments and _has_kernel(buffer, rotary) and _is_uniform(buffer, segments, kvs):
         runs = ranges(buffer)
@@ -117,15 +116,11 @@ def stitch(
                 moved = move(layers, segments, kvs, keys.device)
                 place(buffer, layers, segments, moved, turning, computed)
             if stream is not None:
-                arrivals += _noted(stream, buffer.events[layers.start : layers.stop], len(layers))
+                # Without events to record again, a new one stands for all of these layers.
+                arrivals += [
+                    *map(stream.record_event, buffer.events[layers.start : layers.stop])
+                ] or len(layers) * [stream.record_event()]
     buffer.arrivals = arrivals
-
-
-def _noted(
-    stream: torch.cuda.Stream, events: Sequence[torch.cuda.Event], count: int
-) -> list[torch.cuda.Event]:
-    """Record the events of some layers, or a new event for all of them."""
-    return [*map(stream.record_event, events)] or [stream.record_event()] * count
 
 
 @contextmanager

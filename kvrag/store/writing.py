@@ -144,10 +144,8 @@ class Writer:
 
     def _write_body(self, job: _Job) -> None:
         with _results_of([job]):
-            if self._write_blob(job.record.key, job.encoded):
-                job.written = job.record.num_bytes
-            else:
-                job.written = 0
+            is_new = self._write_blob(job.record.key, job.encoded)
+            job.written = job.record.num_bytes if is_new else 0
 
     def _take_back(self, job: _Job) -> None:
         """Remove all traces of a chunk that could not be written."""

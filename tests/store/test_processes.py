@@ -32,6 +32,15 @@ print(store.get_many([make_identity()], timeout_s=0.1)[0].reason)
 """
 
 
+VISITOR = """
+import sys
+from stores import config_of, fill
+from kvrag.store import open_store
+store = fill(open_store(sys.argv[1], config_of()), *map(int, sys.argv[2:]))
+store.close()
+"""
+
+
 def write_all(store, name):
     """Write every chunk in an order of one's own, and return how many weren't there yet."""
     order = list(range(len(IDENTITIES)))
@@ -71,6 +80,17 @@ def test_two_processes_write_each_chunk_once_and_agree(opened, root):
     assert store.forget(NAMESPACE, "other") == len(IDENTITIES)
     assert store.catalog.keys() == []
     assert store.blobs.keys() == set()
+
+
+def test_stores_of_one_process_see_what_another_writes_and_closes(opened, root, handle):
+    """Its close would remove SQLite's journal if this process had lost its locks by a copy."""
+    mine = fill(opened(), 0)
+    copy, again = opened(read_only=True), handle()
+    for number in (1, 2):
+        assert present(mine) == present(copy) == present(again) == list(range(number))
+        subprocess.run([sys.executable, "-c", VISITOR, root, str(number)], cwd=HERE, check=True)
+    fill(mine, 3)
+    assert present(mine) == present(copy) == present(again) == [0, 1, 2, 3]
 
 
 def test_a_store_opened_before_a_fork_says_in_the_child_where_to_open_it(opened, caplog):

@@ -3,7 +3,6 @@
 The workers are processes of their own. Skipped without vLLM (docs/how-to/vllm.md).
 """
 
-import shutil
 from typing import Any
 
 import pytest
@@ -106,9 +105,8 @@ def test_ranks_with_the_same_key_heads_store_and_blend_chunks(split_vllm_of, tmp
     vllm.llm.reset_prefix_cache()
     (blended,) = vllm.ask((ids, "stitch"))
     assert vllm.said(blended)["exactness"] == "repaired"
-    shutil.copytree(vllm.kv_dir, tmp_path / "copy")  # the store as the worker has left it
     vllm.engine = KVRagEngine.from_pretrained(
-        tmp_path / "one", kv_dir=tmp_path / "copy", repair=REPAIR, context=None
+        tmp_path / "one", kv_dir=vllm.kv_dir, repair=REPAIR, context=None
     )
     assert_engine(vllm, ids, blended)
     stored, ids = vllm.beginning(2, 0)

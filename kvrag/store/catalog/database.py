@@ -69,8 +69,7 @@ def make(folder: Path) -> None:
 
     Both are private, and survive a power cut.
     """
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
+    folder.mkdir(mode=0o700, exist_ok=True)
     with suppress(FileExistsError):
         # SQLite gives its other files this mode.
         (folder / DBNAME).touch(mode=0o600, exist_ok=False)

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import subprocess
 import tempfile
 import threading
 import weakref
@@ -160,9 +161,8 @@ class Database:
 
     def let_go(self) -> None:
         """Close the database; connections of other threads close when Python collects them."""
-        if self._opened is not None:
-            self._opened.cache.close()
-            Database.has_garbage = True
+        self.leave()
+        Database.has_garbage = True
         self._opened = None
 
     def close(self) -> None:
@@ -215,9 +215,17 @@ class Database:
         """
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(mode=0o700, parents=True)
-        for name in FILES:
-            if (source / name).is_file() and not (source / name).is_symlink():
-                shutil.copyfile(source / name, self.folder / name)
+        files = [source / name for name in FILES]
+        files = [file for file in files if file.is_file() and not file.is_symlink()]
+        try:
+            # In a process of its own: SQLite's locks on a file end where a process closes it.
+            subprocess.run(["cp", *files, self.folder], check=True, capture_output=True)
+        except (
+            OSError,
+            subprocess.SubprocessError,
+        ):  # no such program, or its error is raised here
+            for file in files:
+                shutil.copyfile(file, self.folder / file.name)
 
 
 def open_table(
