@@ -103,7 +103,9 @@ class Vllm:
             *encoder.live_ids(f"\n\n{CHUNKS[other]}\n\nWho asks for a box?"),
         ]
 
-    def ask(self, *asked: tuple[Any, ...], num: int = 6, **own: Any) -> list[Any]:
+    def ask(
+        self, *asked: tuple[Any, ...], num: int = 6, lora: Any = None, **own: Any
+    ) -> list[Any]:
         """Answers to prompts with their modes, and fields of their own, in one batch."""
         from vllm import SamplingParams
 
@@ -122,7 +124,7 @@ class Vllm:
             for _, mode, *fields in asked
         ]
         prompts = [{"prompt_token_ids": ids} for ids, *_ in asked]
-        return self.llm.generate(prompts, sampling, use_tqdm=False)
+        return self.llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
 
     def said(self, answer: Any) -> dict[str, Any]:
         return answer.kv_transfer_params["kvrag"]
@@ -162,7 +164,12 @@ def assert_first(answer: Any, other: Any, limit: float = 1e-4) -> None:
 
 def assert_engine(vllm: Vllm, ids: list[int], answer: Any) -> None:
     """An answer begins as kvrag's engine's, with the same repair."""
-    own = vllm.engine.prefill(ids, mode="stitch")
+    assert_first_of(vllm.engine, ids, answer)
+
+
+def assert_first_of(engine: KVRagEngine, ids: list[int], answer: Any) -> None:
+    """An answer begins as an engine's."""
+    own = engine.prefill(ids, mode="stitch")
     logprobs = own.logits.float().log_softmax(-1).flatten()
     for token, found in answer.outputs[0].logprobs[0].items():
         assert found.logprob == pytest.approx(float(logprobs[token]), abs=1e-3)

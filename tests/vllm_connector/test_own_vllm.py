@@ -3,15 +3,30 @@
 Skipped without vLLM (docs/how-to/vllm.md).
 """
 
+import json
 import threading
 import time
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quantised_kit import compressed, save_base
-from test_blend_vllm import CHUNKS, IDS, Vllm, assert_engine, assert_first, vllm_of  # noqa: F401
+from safetensors.torch import load_file, save_file
+from test_blend_vllm import (  # noqa: F401
+    CHUNKS,
+    IDS,
+    REPAIR,
+    Vllm,
+    assert_engine,
+    assert_first,
+    assert_first_of,
+    vllm_of,
+)
 from vllm_kit import needs_vllm
 
+from kvrag import KVRagEngine
 from kvrag.model.forward import Forward
 
 pytestmark = needs_vllm
@@ -162,8 +177,78 @@ def test_steps_run_between_the_layers_of_a_blend(vllm_of, monkeypatch, is_eager)
     vllm.assert_private()
 
 
-def test_a_model_with_adapters_is_left_to_vllm(vllm_of):  # noqa: F811
-    vllm = vllm_of(enable_lora=True, max_lora_rank=8)
-    (answer,) = vllm.ask((vllm.prompt(2, 0, 3), "stitch"))
-    assert "--enable-lora" in vllm.said(answer)["fallback_reason"]
-    assert vllm.said(answer)["exactness"] == "full"
+def save_adapter(path: Path, config: Any, seed: int) -> Path:
+    """Save an adapter of two layers' queries and values, as ``peft`` does."""
+    made = torch.Generator().manual_seed(seed)
+    heads = {"q_proj": config.num_attention_heads, "v_proj": config.num_key_value_heads}
+    tensors = {}
+    for layer in range(config.num_hidden_layers):
+        for name, count in heads.items():
+            whole = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            shapes = {"A": (8, config.hidden_size), "B": (count * config.head_dim, 8)}
+            for side, shape in shapes.items():
+                key = f"{whole}.lora_{side}.weight"
+                tensors[key] = torch.randn(shape, generator=made) * 0.2
+    path.mkdir(exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": [*heads]}
+    (path / "adapter_config.json").write_text(json.dumps(about))
+    return path
+
+
+def merged(vllm: Vllm, adapter: Path, directory: Path) -> KVRagEngine:
+    """kvrag's engine on the model with an adapter in its weights, and the chunks in its store."""
+    own = vllm.engine.loaded
+    model = deepcopy(own.lm.model)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for key in tensors:
+        name, _, rest = key.removeprefix("base_model.model.").partition(".lora_A")
+        if rest:
+            delta = tensors[key.replace("lora_A", "lora_B")] @ tensors[key]
+            model.get_submodule(name).weight.data += 2 * delta
+    engine = KVRagEngine.from_pretrained(
+        model, tokenizer=own.encoder.tokenizer, kv_dir=directory, repair=REPAIR
+    )
+    assert engine.precompute(CHUNKS, ids=IDS).stored == len(CHUNKS)
+    return engine
+
+
+def test_prompts_of_adapters_are_blended_by_chunks_of_their_own(vllm_of, tmp_path, monkeypatch):  # noqa: F811
+    """One slot for three adapters, steps between nearly all layers of a blend, and a replacement."""
+    from vllm.lora.request import LoRARequest
+
+    vllm = vllm_of("llama", enable_lora=True, max_lora_rank=8, max_loras=1, max_cpu_loras=3)
+    monkeypatch.setattr("kvrag.model.lock.SLICE_S", 0.0)
+    config = vllm.engine.loaded.lm.config
+    paths = [save_adapter(tmp_path / name, config, seed) for seed, name in enumerate("xy")]
+    lora = [LoRARequest(path.name, number, str(path)) for number, path in enumerate(paths, 1)]
+    engines = [merged(vllm, path, tmp_path / f"{path.name}-kv") for path in paths]
+    ids = vllm.prompt(2, 0, 3)
+    (first,) = vllm.ask((ids, "stitch"), lora=lora[0])
+    assert "adapter is new" in vllm.said(first)["fallback_reason"]
+    vllm.ask((ids, "full"), lora=lora[1])
+    (none,) = vllm.ask((ids, "stitch"), lora=lora[0])
+    assert "no stored KV" in vllm.said(none)["fallback_reason"]
+    asked = {"precompute": {"texts": CHUNKS, "ids": IDS}}
+    reports = vllm.ask(([5, 6], "auto", asked), ([5, 6], "auto", asked), lora=lora)
+    assert [vllm.said(each)["precompute"]["stored"] for each in reports] == [len(CHUNKS)] * 2
+    vllm.llm.reset_prefix_cache()
+    prompts = [(ids, "stitch")] * 2 + [(vllm.prompt(1), "full")] * 2
+    *blended, _, full = vllm.ask(*prompts, lora=lora * 2)
+    for own, answer in zip(engines, blended, strict=True):
+        assert vllm.said(answer)["exactness"] == "repaired", vllm.said(answer)
+        assert_first_of(own, ids, answer)
+    vllm.llm.reset_prefix_cache()
+    # On a CPU, vLLM adds an adapter to prompts without one that are beside its own.
+    own, other = vllm.ask((ids, "stitch"), (vllm.prompt(1), "full"))
+    assert vllm.said(own)["exactness"] == "repaired", vllm.said(own)
+    assert_engine(vllm, ids, own)
+    vllm.llm.reset_prefix_cache()
+    (alone,) = vllm.ask((vllm.prompt(1), "full"), lora=lora[1])
+    assert_first(full, alone)
+    save_adapter(paths[0], config, 7)
+    again = LoRARequest("x", 1, str(paths[0]), load_inplace=True)
+    vllm.ask((ids, "full"), lora=again)
+    (none,) = vllm.ask((ids, "stitch"), lora=again)
+    assert "no stored KV" in vllm.said(none)["fallback_reason"]
+    vllm.assert_private()

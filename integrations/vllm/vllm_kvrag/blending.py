@@ -39,7 +39,8 @@ class Job:
 
     Of the rows before, vLLM has ``num_exact`` as a full prefill would compute them.
     ``repair`` is ``None`` if the rows equal a full prefill's, and need none. ``precompute`` are
-    arguments of :meth:`kvrag.KVRagEngine.precompute`; then there are no rows.
+    arguments of :meth:`kvrag.KVRagEngine.precompute`; then there are no rows. ``model`` is the
+    fingerprint of the model with the request's adapter, if it has one.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class Job:
     plan: Any = None
     repair: RepairConfig | None = None
     precompute: Mapping[str, Any] | None = None
+    model: str = ""
 
     def slots(self, block_size: int) -> torch.Tensor:
         """Return the slot of every row in vLLM's cache."""
@@ -130,7 +132,9 @@ class Blender:
     def __init__(self, blending: Blending, lm: VllmLM) -> None:
         self.engine = blending.engine
         self._blending = blending
-        self._lm = lm
+        # By fingerprints, of the model with adapters.
+        self.adapted = {"": blending}
+        self.lm = lm
         # By request, of jobs that have not ended; one that is set is not needed any more.
         self._running = dict[str, threading.Event]()
         self._came = threading.Event()
@@ -231,31 +235,34 @@ class Blender:
         self._came.set()
 
     def _read(self, job: Job) -> None:
-        self._queues[1].put((job, self._blending.read(job.plan)))
+        self._queues[1].put((job, self.adapted[job.model].read(job.plan)))
 
     @torch.inference_mode()
     def _blend(self, job: Job, chunks: Any) -> Said:
-        write = partial(self._write, job)
+        blending = self.adapted[job.model]
+        write = partial(self._write, job, blending)
         if job.repair is None:
-            return self._blending.load(job.plan, job.stop, write, chunks)
+            return blending.load(job.plan, job.stop, write, chunks)
         cancel = self._running[job.request_id]
-        done = self._blending.repair(job.plan, job.repair, write, chunks, cancel)
+        done = blending.repair(job.plan, job.repair, write, chunks, cancel)
         return said_of(done, job.repair) | _counts_behind(done["sources"], job.num_exact)
 
-    def _write(self, job: Job, layers: Iterable[Sequence[torch.Tensor]]) -> None:
+    def _write(
+        self, job: Job, blending: Blending, layers: Iterable[Sequence[torch.Tensor]]
+    ) -> None:
         """Write the rows of all layers to vLLM's cache, between two of its steps."""
-        slots = job.slots(self._lm.block_size).to(self._blending.lm.device)
+        slots = job.slots(self.lm.block_size).to(self._blending.lm.device)
         rows = slice(job.start, job.stop)
         with self._blending.lm.lock.unless(self._running[job.request_id]):
-            self._blending.check()
+            blending.check()
             for index, pair in enumerate(layers):
                 keys, values = (x[0, :, rows].transpose(0, 1).contiguous() for x in pair)
-                self._lm.write(index, keys, values, slots)
+                self.lm.write(index, keys, values, slots)
 
     def _precompute(self, job: Job) -> Said:
         given = {"show_progress": False, **(job.precompute or {})}
         try:
-            report = self.engine.precompute(**given)
+            report = self.adapted[job.model].engine.precompute(**given)
         except KVRagError as error:
             return {"error": str(error), "code": type(error).__name__}
         except TypeError as error:  # a name that precompute does not have

@@ -30,11 +30,15 @@ class Hello(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Ended(KVConnectorWorkerMetadata):
-    """What ended jobs say, by request; ``None``: it failed."""
+    """What ended jobs say, by request; ``None``: it failed.
+
+    ``adapters`` are fingerprints of the model with adapters that vLLM has loaded, by number.
+    """
 
     said: dict[str, Said | None]
+    adapters: dict[int, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Ended:
         """Join the reports of two workers."""
         assert isinstance(other, Ended)
-        return Ended(self.said | other.said)
+        return Ended(self.said | other.said, self.adapters | other.adapters)

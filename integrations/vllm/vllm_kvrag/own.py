@@ -7,10 +7,13 @@ quantised weights, experts and kernels are vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 import vllm
@@ -20,10 +23,11 @@ from vllm.forward_context import (
     override_forward_context,
     set_forward_context,
 )
+from vllm.lora.layers import LoRAMapping
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from kvrag import UnsupportedModelError
+from kvrag import StoreError, UnsupportedModelError
 from kvrag.adapters import EngineLM, ModelSource, load_made
 
 if TYPE_CHECKING:
@@ -43,6 +47,9 @@ class VllmLM(EngineLM):
 
     def __init__(self, vllm_config: VllmConfig, held: Any) -> None:
         self._held = held
+        # Vllm's manager of adapters (LoRA), if it takes any.
+        self._manager = getattr(held, "lora_manager", None)
+        self._adapter: Callable[[], Any] = lambda: None
         self.block_size = vllm_config.cache_config.block_size
         self.is_quantised = vllm_config.model_config.quantization is not None
         self._vllm_config = vllm_config
@@ -93,7 +100,8 @@ class VllmLM(EngineLM):
         }
         # Compiled code may copy its inputs to where those of a step go, at a pause.
         is_eager = count > self._most or self._vllm_config.compilation_config.cudagraph_copy_inputs
-        with self._context(places, dict.fromkeys(places), rows.positions, is_eager):
+        seen = logits * len(ids)
+        with self._context(places, dict.fromkeys(places), rows.positions, is_eager, seen):
             hidden = self._forward(ids.flatten(), rows.positions)
             if not logits:
                 return hidden
@@ -103,8 +111,9 @@ class VllmLM(EngineLM):
 
     def check(self, ids: torch.Tensor) -> None:
         """Raise ``torch.OutOfMemoryError`` for a batch of more rows than a step of vLLM's."""
-        if ids.numel() > self._most and len(ids) > 1:
-            # Of experts, scratch memories are no larger; and a step shouldn't wait for more.
+        if ids.numel() > self._most and (len(ids) > 1 or self._manager is not None):
+            # Of experts and adapters, scratch memories are no larger; and a step shouldn't wait
+            # for more.
             raise torch.OutOfMemoryError("a batch of more rows than a step of vLLM's")
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -121,9 +130,21 @@ class VllmLM(EngineLM):
 
     @contextmanager
     def _context(
-        self, places: Mapping[str, Any], metadata: Any, slots: torch.Tensor, is_eager: bool
+        self,
+        places: Mapping[str, Any],
+        metadata: Any,
+        slots: torch.Tensor,
+        is_eager: bool,
+        num_logits: int,
     ) -> Iterator[None]:
-        """Enter the context of a forward in which ``places`` are looked up by layers' names."""
+        """Enter the context of a forward in which ``places`` are looked up by layers' names.
+
+        Its rows, and its logits, are this model's adapter's.
+        """
+        adapter = self._adapter()
+        number = 0 if adapter is None else adapter.id
+        if self._manager is not None:
+            self._use(LoRAMapping((number,) * len(slots), (number,) * max(1, num_logits), True))
         with (
             set_current_vllm_config(self._vllm_config),
             set_forward_context(
@@ -137,11 +158,38 @@ class VllmLM(EngineLM):
             context = get_forward_context()
             context.no_compile_layers = {**context.no_compile_layers, **places}
             yield
+        if number and self._manager.get_adapter(number) is not adapter:
+            raise StoreError("its adapter was unloaded, or replaced")
 
-    def aside(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def aside(self) -> Iterator[None]:
         """Leave the context of a forward for a while, so that another may run."""
-        aside: AbstractContextManager[None] = override_forward_context(None)
-        return aside
+        mapping = getattr(self._manager, "_last_mapping", None)
+        try:
+            with override_forward_context(None):
+                yield
+        finally:
+            # An adapter may be unloaded by now: its forward ends with an error.
+            with suppress(LookupError, ValueError):
+                self._use(mapping)
+
+    @torch.inference_mode()
+    def _use(self, mapping: LoRAMapping | None) -> None:
+        """Have vLLM's layers add adapters to the rows of the next forward."""
+        if mapping is not None:
+            for number in {*mapping.index_mapping} - {0}:
+                self._manager.activate_adapter(number)
+            self._manager.set_adapter_mapping(mapping)
+
+    def adapters(self) -> Mapping[int, Any]:
+        """Return the adapters that vLLM has loaded, by number."""
+        return {} if self._manager is None else self._manager.list_adapters()
+
+    def adapted(self, adapter: Any) -> VllmLM:
+        """Return the model with an adapter."""
+        own = copy(self)
+        own._adapter = ref(adapter)
+        return own
 
     def tables(self) -> Iterator[tuple[str, Any, bool]]:
         """Yield the tables of rotary modules, vLLM's, and transformers' where vLLM runs these."""
@@ -184,7 +232,8 @@ class VllmLM(EngineLM):
         )
         with set_current_vllm_config(self._vllm_config):
             metadata = self._builder(cache).build(0, common)
-        with self._context(self._named, dict.fromkeys(self._named, metadata), slots, True):
+        places = dict.fromkeys(self._named, metadata)
+        with self._context(self._named, places, slots, True, count):
             hidden = self._forward(ids.to(self.device), positions)
             logits: torch.Tensor = self._held.compute_logits(hidden)
         return logits[..., : self.vocab_size]
@@ -235,8 +284,6 @@ class StandIn:
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
     """Return the attention layers by name; raise ``UnsupportedModelError`` for other kinds."""
-    if vllm_config.lora_config is not None:
-        raise UnsupportedModelError("adapters are set for the rows of a step (--enable-lora)")
     found = {}
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         if not hasattr(layer, "kv_cache"):
@@ -247,6 +294,21 @@ def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
             raise UnsupportedModelError(f"the attention of {name} writes the cache itself")
         found[name] = layer
     return found
+
+
+def adapter_digest(adapter: Any) -> str:
+    """Return a digest of an adapter's tensors and settings; its name and number don't count."""
+    found = hashlib.sha256()
+    for name, layer in sorted(adapter.loras.items()):
+        for field, value in sorted(vars(layer).items()):
+            found.update(f"{name}.{field}".encode())
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, torch.Tensor):
+                    found.update(f"{each.dtype}, {[*each.shape]}".encode())
+                    found.update(each.cpu().contiguous().view(torch.uint8).numpy())
+                else:
+                    found.update(repr(each).encode())
+    return found.hexdigest()
 
 
 def _cached(table: torch.Tensor, positions: torch.Tensor) -> Any:

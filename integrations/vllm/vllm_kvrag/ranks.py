@@ -39,6 +39,10 @@ class SplitLM(VllmLM):
         self.is_lost = False
         super().__init__(vllm_config, held)
 
+    def adapters(self) -> Mapping[int, Any]:
+        """Return no adapters: the other ranks would have to use the same one."""
+        return {}
+
     def find_traits(self) -> None:
         """Find the traits of all layers, on rank 0: the others have no use for them."""
         self._attentions, self.traits = [], []
@@ -61,8 +65,9 @@ class SplitLM(VllmLM):
             self.is_busy = is_busy
             self._order("", is_busy)
             return
-        while (order := self.told())[0]:
-            self._obey(*order)
+        with self.aside():
+            while (order := self.told())[0]:
+                self._obey(*order)
         self.is_busy = order[1]
 
     def compute(self, ids: torch.Tensor, rows: Any, logits: int) -> Any:

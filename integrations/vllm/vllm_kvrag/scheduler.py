@@ -42,6 +42,8 @@ class SchedulerSide:
         self._library = Library(kv_dir, namespace=namespace, store_config=config)
         self._planner = Planner(self._library, source)
         self._about: ModelFacts | None = None
+        # Fingerprints of the model with adapters, by their numbers.
+        self._adapters = dict[int, str]()
         # By request.
         self._decisions = dict[str, tuple[int, Decision]]()
         self._private = PrivateBlocks(vllm_config.cache_config.block_size)
@@ -85,24 +87,32 @@ class SchedulerSide:
             return Decision("none", "its prompt is not complete")
         if self._about is None:
             return Decision("none", "the worker has not described its model yet")
+        about = self._about
+        model = ""
+        if request.lora_request is not None:
+            model = self._adapters.get(request.lora_request.lora_int_id, "")
+            if not model:
+                return Decision("none", "its adapter is new here, or kvrag can't use it")
+            about = replace(about, fingerprint=model)
         if asked.precompute is not None:
-            if self._about.fault is not None:
-                raise UnsupportedModelError(self._about.fault)
+            if about.fault is not None:
+                raise UnsupportedModelError(about.fault)
             # A row that is never written: no other request may find its block.
-            return Decision("blend", stop=num_computed + 1, num_exact=num_computed)
+            return Decision("blend", stop=num_computed + 1, num_exact=num_computed, model=model)
         # Its answer began behind exact rows, before a preemption.
         is_behind_exact = request.num_output_tokens and request_id not in self._private
-        is_exact = self._is_exact or is_behind_exact or self._about.only_exact is not None
+        is_exact = self._is_exact or is_behind_exact or about.only_exact is not None
         if asked.mode != "full" and is_exact:
             asked = replace(asked, mode="prefix")
         ids = request.prompt_token_ids
-        return self._planner.decide(
+        decision = self._planner.decide(
             ids,
             asked,
-            self._about,
+            about,
             num_computed=num_computed,
             num_more=request.max_tokens,
         )
+        return replace(decision, model=model)
 
     def allocated(self, request: Request, blocks: list[int], num_external_tokens: int) -> None:
         """Note the request's job, now that its blocks are known."""
@@ -117,12 +127,19 @@ class SchedulerSide:
             return
         asked = Asked.of(request.kv_transfer_params)
         stop = start + num_external_tokens
-        job = Job(request.request_id, blocks, start, stop, min(start, decision.num_exact))
-        if asked.precompute is not None:
-            job = replace(job, precompute=asked.precompute)
-        else:
-            job = replace(job, plan=decision.plan, repair=decision.repair)
-        self._waiting.append(job)
+        self._waiting.append(
+            Job(
+                request.request_id,
+                blocks,
+                start,
+                stop,
+                min(start, decision.num_exact),
+                decision.plan,
+                decision.repair,
+                asked.precompute,
+                decision.model,
+            )
+        )
 
     def jobs(self) -> Jobs:
         """Pass the jobs to the worker."""
@@ -161,6 +178,7 @@ class SchedulerSide:
                 words = "stored KV is reused in part, or not at all: %s"
                 logger.warning(words, metadata.about.fault)
         elif isinstance(metadata, Ended):
+            self._adapters |= metadata.adapters
             for request_id, said in metadata.said.items():
                 planned = self._said.get(request_id)
                 if planned is None:
@@ -198,8 +216,7 @@ def _as_computed(num_cached: int, total: int, reason: str | None) -> Said:
 def has_own_kv(request: Request) -> bool:
     """Whether a request's KV depends on more than its token ids."""
     return bool(
-        request.lora_request
-        or request.mm_features
+        request.mm_features
         or request.cache_salt
         or request.prompt_embeds is not None
         or not request.prompt_token_ids

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from kvrag import KVRagEngine, KVRagError, RepairConfig, StoreConfig, UnsupportedModelError
 from kvrag.adapters import Blending, ModelFacts, ModelSource
@@ -10,7 +12,7 @@ from kvrag.config import as_config
 from vllm_kvrag.blending import Blender, Said
 from vllm_kvrag.loader import LOAD_FORMAT, model_of
 from vllm_kvrag.messages import Ended, Hello, Jobs
-from vllm_kvrag.own import VllmLM
+from vllm_kvrag.own import VllmLM, adapter_digest
 from vllm_kvrag.proof import why_different
 from vllm_kvrag.ranks import SplitLM
 
@@ -36,6 +38,9 @@ class WorkerSide:
         self._split: SplitLM | None = None
         self._ended = dict[str, Said | None]()
         self._failed = set[int]()
+        # By number: adapters, and fingerprints that the scheduler has not heard.
+        self._adapters = WeakValueDictionary[int, Any]()
+        self._told = dict[int, str]()
         self._store_config = config
         self._repair = as_config(RepairConfig, option("repair", None), option="repair")
 
@@ -71,8 +76,7 @@ class WorkerSide:
             lm = self._split = SplitLM(self._config, held)
             if not self._split.leads:
                 return ModelFacts()
-        engine = self._engine_of(lm)
-        blending = Blending(engine)
+        blending = Blending(self._engine_of(lm))
         facts = blending.facts(why_different(lm, self._cache, blending))
         reason = blending.stored_difference()
         if reason is not None:
@@ -84,28 +88,47 @@ class WorkerSide:
 
     def _engine_of(self, lm: VllmLM) -> KVRagEngine:
         """Return an engine on vLLM's model."""
-        option = self._config.kv_transfer_config.get_from_extra_config
+        # Kept as long as the engine, which finds it by its source.
+        loaded = lm.load(ModelSource(self._config.model_config.model, **self._options()))
+        engine = self._made()
+        assert engine.loaded is loaded
+        return engine
+
+    def _options(self) -> dict[str, Any]:
+        """Return what identifies vLLM's model, besides its name."""
         model = self._config.model_config
-        own: dict[str, Any] = {
+        return {
             "tokenizer": None if model.tokenizer == model.model else model.tokenizer,
             "revision": model.revision,
             "dtype": model.dtype,
             "device": self._config.device_config.device,
         }
-        # Kept as long as the engine, which finds it by its source.
-        loaded = lm.load(ModelSource(model.model, **own))
-        engine = KVRagEngine.from_pretrained(
-            model.model,
+
+    def _made(self, **more: Any) -> KVRagEngine:
+        option = self._config.kv_transfer_config.get_from_extra_config
+        return KVRagEngine.from_pretrained(
+            self._config.model_config.model,
             kv_dir=option("kv_dir", None),
             prefix=option("prefix", None),
             context=option("context", "default"),
             repair=self._repair,
             namespace=option("namespace", "default"),
             store_config=self._store_config,
-            **own,
+            **self._options(),
+            **more,
         )
-        assert engine.loaded is loaded
-        return engine
+
+    def _meet(self, blender: Blender) -> None:
+        """Have prompts of adapters blended that vLLM has loaded since the last step."""
+        for number, adapter in blender.lm.adapters().items():
+            if self._adapters.get(number) is adapter:
+                continue
+            self._adapters[number] = adapter
+            engine = self._made(extra_keys={"adapter": adapter_digest(adapter)})
+            engine._loaded = replace(engine.loaded, lm=blender.lm.adapted(adapter))
+            fingerprint = engine.loaded.fingerprint
+            blender.adapted[fingerprint] = Blending(engine)
+            self._told[number] = fingerprint
 
     def load(self, jobs: Jobs, *, is_idle: bool) -> None:
         """Begin the jobs of this step, and let those before it go on for a while.
@@ -124,6 +147,7 @@ class WorkerSide:
     def _advance(self, jobs: Jobs, is_idle: bool) -> None:
         if self._blender is None:  # another rank, or one without a model and so without jobs
             return
+        self._meet(self._blender)
         for job in jobs.jobs:
             self._blender.submit(job)
         self._blender.rest(IDLE_WAIT_S if is_idle else 0.0)
@@ -148,9 +172,10 @@ class WorkerSide:
 
     def report(self) -> Ended | None:
         """Return what the jobs that ended since the last report say."""
-        said = self._ended
+        ended = Ended(self._ended, self._told)
         self._ended = {}
-        return Ended(said) if said else None
+        self._told = {}
+        return ended if ended.said or ended.adapters else None
 
     def close(self) -> None:
         """End the worker's threads, and close its engine."""
