@@ -8,12 +8,12 @@ quantised weights, experts and kernels are vLLM's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import ReferenceType, ref
 
 import torch
 import vllm
@@ -42,14 +42,15 @@ class VllmLM(EngineLM):
     process, and so are the kernels' scratch memories.
     """
 
+    _adapter: ReferenceType[Any]
     pauses = True
     """Whether vLLM's steps may run between the layers of a forward."""
 
     def __init__(self, vllm_config: VllmConfig, held: Any) -> None:
         self._held = held
-        # Vllm's manager of adapters (LoRA), if it takes any.
+        # vLLM's manager of adapters (LoRA), if it takes any.
         self._manager = getattr(held, "lora_manager", None)
-        self._adapter: Callable[[], Any] = lambda: None
+        self._number = 0  # of this model's adapter
         self.block_size = vllm_config.cache_config.block_size
         self.is_quantised = vllm_config.model_config.quantization is not None
         self._vllm_config = vllm_config
@@ -100,8 +101,8 @@ class VllmLM(EngineLM):
         }
         # Compiled code may copy its inputs to where those of a step go, at a pause.
         is_eager = count > self._most or self._vllm_config.compilation_config.cudagraph_copy_inputs
-        seen = logits * len(ids)
-        with self._context(places, dict.fromkeys(places), rows.positions, is_eager, seen):
+        num_logits = logits * len(ids)
+        with self._context(places, None, rows.positions, num_logits, is_eager=is_eager):
             hidden = self._forward(ids.flatten(), rows.positions)
             if not logits:
                 return hidden
@@ -134,21 +135,19 @@ class VllmLM(EngineLM):
         places: Mapping[str, Any],
         metadata: Any,
         slots: torch.Tensor,
-        is_eager: bool,
         num_logits: int,
+        *,
+        is_eager: bool,
     ) -> Iterator[None]:
-        """Enter the context of a forward in which ``places`` are looked up by layers' names.
-
-        Its rows, and its logits, are this model's adapter's.
-        """
-        adapter = self._adapter()
-        number = 0 if adapter is None else adapter.id
+        """Enter the context of a forward in which ``places`` are looked up by layers' names."""
+        own = (self._number,)
+        adapter = self._adapter() if self._number else None
         if self._manager is not None:
-            self._use(LoRAMapping((number,) * len(slots), (number,) * max(1, num_logits), True))
+            self._use(LoRAMapping(own * len(slots), own * max(1, num_logits), is_prefill=True))
         with (
             set_current_vllm_config(self._vllm_config),
             set_forward_context(
-                metadata,
+                dict.fromkeys(places, metadata),
                 self._vllm_config,
                 num_tokens=len(slots),
                 slot_mapping=dict.fromkeys(places, slots),
@@ -158,7 +157,7 @@ class VllmLM(EngineLM):
             context = get_forward_context()
             context.no_compile_layers = {**context.no_compile_layers, **places}
             yield
-        if number and self._manager.get_adapter(number) is not adapter:
+        if self._number and self.adapters().get(self._number, self) is not adapter:
             raise StoreError("its adapter was unloaded, or replaced")
 
     @contextmanager
@@ -183,11 +182,13 @@ class VllmLM(EngineLM):
 
     def adapters(self) -> Mapping[int, Any]:
         """Return the adapters that vLLM has loaded, by number."""
-        return {} if self._manager is None else self._manager.list_adapters()
+        loaded: Mapping[int, Any] = getattr(self._manager, "list_adapters", dict)()
+        return loaded
 
     def adapted(self, adapter: Any) -> VllmLM:
         """Return the model with an adapter."""
         own = copy(self)
+        own._number = adapter.id
         own._adapter = ref(adapter)
         return own
 
@@ -232,8 +233,7 @@ class VllmLM(EngineLM):
         )
         with set_current_vllm_config(self._vllm_config):
             metadata = self._builder(cache).build(0, common)
-        places = dict.fromkeys(self._named, metadata)
-        with self._context(self._named, places, slots, True, count):
+        with self._context(self._named, metadata, slots, count, is_eager=True):
             hidden = self._forward(ids.to(self.device), positions)
             logits: torch.Tensor = self._held.compute_logits(hidden)
         return logits[..., : self.vocab_size]
@@ -304,7 +304,6 @@ def adapter_digest(adapter: Any) -> str:
             found.update(f"{name}.{field}".encode())
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, torch.Tensor):
-                    found.update(f"{each.dtype}, {[*each.shape]}".encode())
                     found.update(each.cpu().contiguous().view(torch.uint8).numpy())
                 else:
                     found.update(repr(each).encode())

@@ -39,10 +39,6 @@ class SplitLM(VllmLM):
         self.is_lost = False
         super().__init__(vllm_config, held)
 
-    def adapters(self) -> Mapping[int, Any]:
-        """Return no adapters: the other ranks would have to use the same one."""
-        return {}
-
     def find_traits(self) -> None:
         """Find the traits of all layers, on rank 0: the others have no use for them."""
         self._attentions, self.traits = [], []

@@ -86,49 +86,46 @@ class WorkerSide:
         self._blender = Blender(blending, lm)
         return facts
 
-    def _engine_of(self, lm: VllmLM) -> KVRagEngine:
-        """Return an engine on vLLM's model."""
-        # Kept as long as the engine, which finds it by its source.
-        loaded = lm.load(ModelSource(self._config.model_config.model, **self._options()))
-        engine = self._made()
-        assert engine.loaded is loaded
-        return engine
-
-    def _options(self) -> dict[str, Any]:
-        """Return what identifies vLLM's model, besides its name."""
+    def _engine_of(self, lm: VllmLM, **more: Any) -> KVRagEngine:
+        """Return an engine on vLLM's model; with more options, on the model of the first one."""
+        option = self._config.kv_transfer_config.get_from_extra_config
         model = self._config.model_config
-        return {
+        own: dict[str, Any] = {
             "tokenizer": None if model.tokenizer == model.model else model.tokenizer,
             "revision": model.revision,
             "dtype": model.dtype,
             "device": self._config.device_config.device,
         }
-
-    def _made(self, **more: Any) -> KVRagEngine:
-        option = self._config.kv_transfer_config.get_from_extra_config
-        return KVRagEngine.from_pretrained(
-            self._config.model_config.model,
+        # Kept as long as the engine, which finds it by its source.
+        loaded = None if more else lm.load(ModelSource(model.model, **own))
+        engine = KVRagEngine.from_pretrained(
+            model.model,
             kv_dir=option("kv_dir", None),
             prefix=option("prefix", None),
             context=option("context", "default"),
             repair=self._repair,
             namespace=option("namespace", "default"),
             store_config=self._store_config,
-            **self._options(),
+            **own,
             **more,
         )
+        assert more or engine.loaded is loaded
+        return engine
 
     def _meet(self, blender: Blender) -> None:
-        """Have prompts of adapters blended that vLLM has loaded since the last step."""
-        for number, adapter in blender.lm.adapters().items():
-            if self._adapters.get(number) is adapter:
+        """Have prompts of adapters blended that vLLM has loaded since the last step.
+
+        Those of several devices are left to vLLM: all ranks would have to use the same one.
+        """
+        lm = blender.lm
+        for number, adapter in lm.adapters().items():
+            if self._adapters.get(number) is adapter or self._split is not None:
                 continue
             self._adapters[number] = adapter
-            engine = self._made(extra_keys={"adapter": adapter_digest(adapter)})
-            engine._loaded = replace(engine.loaded, lm=blender.lm.adapted(adapter))
-            fingerprint = engine.loaded.fingerprint
-            blender.adapted[fingerprint] = Blending(engine)
-            self._told[number] = fingerprint
+            engine = self._engine_of(lm, extra_keys={"adapter": adapter_digest(adapter)})
+            engine._loaded = replace(engine.loaded, lm=lm.adapted(adapter))
+            self._told[number] = engine.loaded.fingerprint
+            blender.adapted[self._told[number]] = Blending(engine)
 
     def load(self, jobs: Jobs, *, is_idle: bool) -> None:
         """Begin the jobs of this step, and let those before it go on for a while.
