@@ -51,6 +51,11 @@ UNTYPED = {
         *("uds", "enable_prompt_tokens_details", "default_chat_template_kwargs", "chat_template"),
         *("api_key", "root_path", "ssl_keyfile", "ssl_certfile", "host", "port"),
     ),
+    "vllm.lora.lora_model:LoRAModel": ("id", "loras"),
+    "vllm.lora.model_manager:LRUCacheLoRAModelManager": (
+        *("activate_adapter(number)", "set_adapter_mapping(mapping)", "list_adapters()"),
+        "_last_mapping",
+    ),
     "vllm.model_executor.layers.attention:Attention": (
         *("get_attn_backend()", "attn_backend", "impl", "kv_cache", "num_kv_heads", "head_size"),
         *("head_size_v", "kv_sharing_target_layer_name", "sliding_window"),
@@ -66,6 +71,7 @@ UNTYPED = {
 WORDS = {
     "vllm.entrypoints.cli.main": {"serve": "vllm.entrypoints.cli.main"},
     "vllm.entrypoints.openai.api_server": {"__main__": "vllm.entrypoints.openai.api_server"},
+    "vllm.lora.model_manager": {"self.model.lora_manager = self": '"lora_manager"'},
     "vllm.model_executor.layers.attention.attention": {
         "no_compile_layers": "no_compile_layers",
         "do_kv_cache_update": "do_kv_cache_update",

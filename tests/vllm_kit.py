@@ -123,9 +123,12 @@ MODULES: dict[str, dict[str, Any]] = {
         "register_model_loader": None,
     },
     "vllm.distributed.parallel_state": {"get_tp_group": None},
-    "vllm.forward_context": dict.fromkeys(
-        ("get_forward_context", "override_forward_context", "set_forward_context")
-    ),
+    "vllm.forward_context": {
+        "get_forward_context": None,
+        "override_forward_context": nullcontext,
+        "set_forward_context": None,
+    },
+    "vllm.lora.layers": {"LoRAMapping": None},
     "vllm.v1.attention.backend": {"CommonAttentionMetadata": None},
     "vllm.v1.kv_cache_interface": {"FullAttentionSpec": type("FullAttentionSpec", (), {})},
 }
@@ -160,6 +163,7 @@ class Cache:
 
     block_size = BLOCK
     aside = staticmethod(nullcontext)
+    adapters = dict
 
     def __init__(self, layers: list[Layer], *, pauses: bool = True) -> None:
         self._layers, self.pauses = layers, pauses

@@ -118,6 +118,25 @@ def test_all_but_the_last_token_is_blended_beside_the_steps(connector, setting):
     assert own.get_num_new_matched_tokens(behind, 2 * BLOCK) == (len(ids) - 1 - 2 * BLOCK, True)
 
 
+def test_an_adapters_chunks_are_those_of_its_fingerprint(connector, setting):
+    from vllm_kvrag.messages import Ended
+
+    own, ids = scheduler_side(connector, setting), prompt_of(setting, 2, 0, 3)
+    found = setting.engine.loaded.fingerprint
+    for number, heard in enumerate(({}, {7: "another"}, {7: found})):
+        own._scheduler.hear(Ended({}, heard))
+        request = request_with(ids, number, mode="stitch")
+        request.lora_request = SimpleNamespace(lora_int_id=7)
+        count, _ = own.get_num_new_matched_tokens(request, 0)
+        assert (count > 0) == (found in heard.values())
+    for asked in ({"mode": "stitch"}, precompute("x")["kvrag"]):
+        request = request_with(ids, 9, **asked)
+        request.lora_request = SimpleNamespace(lora_int_id=7)
+        count, _ = own.get_num_new_matched_tokens(request, 0)
+        own.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1],)), count)
+    assert [job.model for job in own.build_connector_meta(None).jobs] == [found] * 2
+
+
 def test_a_request_says_what_it_wants(connector, setting):
     own = scheduler_side(connector, setting)
     ids = prompt_of(setting, 2, 0, 3)
@@ -181,7 +200,7 @@ def finish_at_once(own: Any, request: Request) -> dict[str, Any]:
 def test_requests_that_cannot_be_blended_are_left_to_vllm(connector, setting):
     own, ids = scheduler_side(connector, setting), prompt_of(setting, 2, 0, 3)
     for other in (
-        {"lora_request": 1},
+        {"lora_request": SimpleNamespace(lora_int_id=1)},
         {"mm_features": [1]},
         {"cache_salt": "salt"},
         {"prompt_embeds": 1},

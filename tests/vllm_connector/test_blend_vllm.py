@@ -103,9 +103,7 @@ class Vllm:
             *encoder.live_ids(f"\n\n{CHUNKS[other]}\n\nWho asks for a box?"),
         ]
 
-    def ask(
-        self, *asked: tuple[Any, ...], num: int = 6, lora: Any = None, **own: Any
-    ) -> list[Any]:
+    def ask(self, *asked: tuple[Any, ...], num: int = 6, lora: Any = None, **own: Any) -> list[Any]:
         """Answers to prompts with their modes, and fields of their own, in one batch."""
         from vllm import SamplingParams
 

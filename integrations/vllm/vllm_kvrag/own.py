@@ -42,15 +42,15 @@ class VllmLM(EngineLM):
     process, and so are the kernels' scratch memories.
     """
 
+    _manager: Any = None  # vLLM's, of adapters (LoRA), if it takes any
     _adapter: ReferenceType[Any]
+    _number = 0  # of this model's adapter, if it has one
     pauses = True
     """Whether vLLM's steps may run between the layers of a forward."""
 
     def __init__(self, vllm_config: VllmConfig, held: Any) -> None:
         self._held = held
-        # vLLM's manager of adapters (LoRA), if it takes any.
         self._manager = getattr(held, "lora_manager", None)
-        self._number = 0  # of this model's adapter
         self.block_size = vllm_config.cache_config.block_size
         self.is_quantised = vllm_config.model_config.quantization is not None
         self._vllm_config = vllm_config
@@ -304,7 +304,7 @@ def adapter_digest(adapter: Any) -> str:
             found.update(f"{name}.{field}".encode())
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, torch.Tensor):
-                    found.update(each.cpu().contiguous().view(torch.uint8).numpy())
+                    found.update(each.cpu().contiguous().view(torch.uint8).numpy().data)
                 else:
                     found.update(repr(each).encode())
     return found.hexdigest()
