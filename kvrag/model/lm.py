@@ -76,6 +76,8 @@ class CausalLM:
     """
 
     refusal: None = None
+    most_rows = 2**31
+    """Most rows of a forward."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         check_supported(model.config)
