@@ -219,7 +219,7 @@ def test_prompts_of_adapters_are_blended_by_chunks_of_their_own(vllm_of, tmp_pat
 
     own = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 3}
     vllm = vllm_of("llama", max_num_batched_tokens=512, **own)
-    assert blender_of(vllm)._blending._costs.known().forwards[0][-1] <= 512  # measured
+    assert 0 < blender_of(vllm)._blending._costs.known().forwards[0][-1] <= 512  # measured
     monkeypatch.setattr("kvrag.model.lock.SLICE_S", 0.0)
     config = vllm.engine.loaded.lm.config
     paths = [save_adapter(tmp_path / name, config, seed) for seed, name in enumerate("xy")]

@@ -21,8 +21,8 @@ router.post("/delete")(documents.delete)
 
 
 @router.post("/precompute")
-async def precompute(body: PrecomputeRequest, request: Request) -> Any:
-    """Let vLLM's worker compute and store the KV of documents."""
+async def precompute(body: PrecomputeRequest, request: Request, model: str | None = None) -> Any:
+    """Let vLLM's worker compute and store the KV of documents; ``model`` names an adapter."""
     # The worker would refuse them in its own words, and JSON can't hold all of them.
     items = IndexRequest(
         [document.text for document in body.documents],
@@ -39,7 +39,7 @@ async def precompute(body: PrecomputeRequest, request: Request) -> Any:
         "collection": None,  # the ids hold it
         "namespace": namespace,
     }
-    report = (await upstream_of(request).ask(None, precompute=asked))["precompute"]
+    report = (await upstream_of(request).ask(None, model, precompute=asked))["precompute"]
     return {**report, "failed": [*items.faults, *report["failed"]]}
 
 

@@ -80,13 +80,16 @@ class Upstream:
         response.raw_headers = headers
         return response
 
-    async def ask(self, timeout_s: float | None = SOON_S, **asked: Any) -> dict[str, Any]:
-        """Ask vLLM's worker, by a completion of a token.
+    async def ask(
+        self, timeout_s: float | None = SOON_S, model: str | None = None, **asked: Any
+    ) -> dict[str, Any]:
+        """Ask vLLM's worker, by a completion of a token, perhaps by a model of vLLM's.
 
         Raises the worker's error, and ``APIError`` if it does not know the question or vLLM refuses
         it.
         """
         body = {
+            "model": model,
             "prompt": _ANY_TWO_IDS,
             "max_tokens": 1,
             "kv_transfer_params": {"kvrag": asked},
