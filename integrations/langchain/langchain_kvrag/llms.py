@@ -122,28 +122,16 @@ class KVRagLLM(KVRagModel, BaseLLM):
             return await super().abatch(inputs, config, **kwargs)
         return await Runnable.abatch(self, inputs, config, return_exceptions=True, **kwargs)
 
-    def generate_prompt(
-        self,
-        prompts: list[PromptValue],
-        stop: list[str] | None = None,
-        callbacks: Callbacks | list[Callbacks] | None = None,
-        **kwargs: Any,
-    ) -> LLMResult:
+    def generate_prompt(self, prompts: list[PromptValue], *args: Any, **kwargs: Any) -> LLMResult:
         """Answer prompts; see ``BaseLLM.generate_prompt``."""
-        return super().generate_prompt(
-            self._all_rendered(prompts, kwargs), stop=stop, callbacks=callbacks, **kwargs
-        )
+        return super().generate_prompt(self._all_rendered(prompts, kwargs), *args, **kwargs)
 
     async def agenerate_prompt(
-        self,
-        prompts: list[PromptValue],
-        stop: list[str] | None = None,
-        callbacks: Callbacks | list[Callbacks] | None = None,
-        **kwargs: Any,
+        self, prompts: list[PromptValue], *args: Any, **kwargs: Any
     ) -> LLMResult:
         """Answer prompts; see ``BaseLLM.agenerate_prompt``."""
         rendered = await run_in_executor(None, self._all_rendered, prompts, kwargs)
-        return await super().agenerate_prompt(rendered, stop=stop, callbacks=callbacks, **kwargs)
+        return await super().agenerate_prompt(rendered, *args, **kwargs)
 
     def stream(
         self,
