@@ -67,7 +67,7 @@ AREAS = {
     "cli": 14_745,
     "evaluate": 7_073,
     "testing": 4_278,
-    "langchain": 15_592,
+    "langchain": 15_466,
     "llama_index": 11_853,
     "ray": 4_972,
     "server": 19_170,
