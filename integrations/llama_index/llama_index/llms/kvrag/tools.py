@@ -16,7 +16,7 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.tools import BaseTool
 from llama_index.core.types import PydanticProgramMode
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core.core_schema import DictSchema, FrozenSetSchema, ModelSchema, SetSchema
+from pydantic_core.core_schema import DictSchema, ModelSchema, SetSchema
 
 from kvrag import InputError
 from llama_index.llms.kvrag.prompts import tool_dicts
@@ -175,11 +175,7 @@ class _Closed(GenerateJsonSchema):
         del made["uniqueItems"]
         return made
 
-    def frozenset_schema(self, schema: FrozenSetSchema) -> JsonSchemaValue:
-        """Allow duplicate items, as :meth:`set_schema` does."""
-        made = super().frozenset_schema(schema)
-        del made["uniqueItems"]
-        return made
+    frozenset_schema: Any = set_schema
 
 
 class _SchemaAtTheEnd(PydanticOutputParser[Any]):
