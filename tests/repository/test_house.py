@@ -68,7 +68,7 @@ AREAS = {
     "evaluate": 7_073,
     "testing": 4_278,
     "langchain": 15_466,
-    "llama_index": 11_829,
+    "llama_index": 11_679,
     "ray": 4_972,
     "server": 19_170,
     "shared": 3_189,
