@@ -45,10 +45,6 @@ class RequestRecord:
     ttft_s: float | None = None
     results: list[GenerationResult] = field(default_factory=list)
 
-    def totals(self) -> dict[str, int]:
-        """Return the tokens of all choices by source."""
-        return {name: sum(getattr(result, name) for result in self.results) for name in SUMMED}
-
     def fields(self) -> dict[str, Any]:
         """Return the fields of the log line, without unknown values."""
         results = self.results
@@ -58,12 +54,11 @@ class RequestRecord:
         made: dict[str, Any] = {}
         if results:
             made = {
-                **self.totals(),
+                **{name: sum(getattr(result, name) for result in results) for name in SUMMED},
                 "completion_tokens": sum(len(result.token_ids) for result in results),
                 "exactness": _joined(result.exactness for result in results),
                 "finish_reason": _joined(result.finish_reason for result in results),
-                "fallback_reason": _joined(result.fallback_reason or "" for result in results)
-                or None,
+                "fallback_reason": _joined(result.fallback_reason for result in results) or None,
                 "stages_ms": {name: round(ms, 3) for name, ms in stages.items()},
             }
         names = ("request_id", "tenant", "method", "endpoint", "status", "code", "ended", "model")
@@ -204,17 +199,14 @@ def _attributes(record: RequestRecord, operation: str | None) -> dict[str, Any]:
     }
     if record.results:
         fields = record.fields()
-        totals = record.totals()
-        found |= {
-            f"kvrag.{name}": value for name, value in totals.items() if name != "prompt_tokens"
-        }
-        found |= {f"kvrag.{name}": fields.get(name) for name in ("exactness", "fallback_reason")}
+        told = (*SUMMED[1:], "exactness", "fallback_reason")
+        found |= {f"kvrag.{name}": fields.get(name) for name in told}
         found |= {
             "gen_ai.response.model": record.model,
             "gen_ai.response.finish_reasons": [result.finish_reason for result in record.results],
-            "gen_ai.usage.input_tokens": totals["prompt_tokens"],
+            "gen_ai.usage.input_tokens": fields["prompt_tokens"],
             "gen_ai.usage.output_tokens": fields["completion_tokens"],
-            "gen_ai.usage.cache_read.input_tokens": totals["cached_tokens"],
+            "gen_ai.usage.cache_read.input_tokens": fields["cached_tokens"],
             "gen_ai.server.time_to_first_token": record.ttft_s,
         }
     return {name: value for name, value in found.items() if value is not None}
