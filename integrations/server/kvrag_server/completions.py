@@ -139,9 +139,8 @@ async def _complete(
             }
         )
     first: asyncio.Task[Piece] = asyncio.create_task(pieces.asend(None))
+    # Raises an error before the first byte, which has a status of its own.
     await unless_gone(request, first, PATIENCE_S)
-    if first.done():
-        first.result()  # an error before the first byte has a status of its own
     logprobs = LogprobStream(service.engine.tokenizer, is_chat=shape.is_chat, echo=echo)
     return EventSourceResponse(
         _events(shape, body, head, first, pieces, logprobs, record),
