@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import Any
 
 from pydantic_core import PydanticCustomError
@@ -162,7 +163,7 @@ REMEDIES: dict[str, str] = {
 }
 """Remedies for fields that are refused."""
 
-_HARMLESS = frozenset(name for names in HINTS.values() for name in names)
+_HARMLESS = frozenset(chain(*HINTS.values()))
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 

@@ -62,15 +62,15 @@ class _Body(BaseModel):
         return data
 
     @classmethod
-    def _read(cls, data: dict[str, Any]) -> dict[str, Any]:
-        return {name: each for name, each in data.items() if each is not None}
+    def _read(cls, data: dict[str, Any]) -> Any:
+        return without_nulls(data)
 
 
 class _Foreign(_Body):
     """Body of another vendor's API, with fields that kvrag does not know."""
 
     @classmethod
-    def _read(cls, data: dict[str, Any]) -> dict[str, Any]:
+    def _read(cls, data: dict[str, Any]) -> Any:
         return understood(data, cls.model_fields)
 
 
@@ -217,10 +217,8 @@ class ChatRequest(Completion):
 
         ``enable_thinking`` and ``reasoning_effort`` are the template's own names.
         """
-        named = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
-        return {
-            name: value for name, value in named.items() if value is not None
-        } | self.chat_template_kwargs
+        named = self.model_dump(include={"enable_thinking", "reasoning_effort"}, exclude_none=True)
+        return named | self.chat_template_kwargs
 
     @property
     def num_logprobs(self) -> int | None:
