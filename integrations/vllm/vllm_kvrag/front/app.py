@@ -7,21 +7,18 @@ import logging
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvrag import KVRagError, Library
 from kvrag.adapters import ModelFacts, StorePlanner
 from kvrag_server.admission import Admission
-from kvrag_server.app import QUIET, cors, health
+from kvrag_server.app import QUIET, guard, health
 from kvrag_server.config import ServerConfig
-from kvrag_server.errors import APIError, handle_errors
-from kvrag_server.gate import Gate
+from kvrag_server.errors import APIError
 from kvrag_server.metrics import Metrics
 from kvrag_server.record import RequestRecord
 from kvrag_server.service import Desk, desk_of
@@ -86,7 +83,7 @@ def create_front(
     )
     admission = Admission(config.max_running, config.max_waiting)
     metered = Metrics(library, admission, int)  # vLLM counts its KV
-    desk = app.state.service = Desk(library, name, config, admission, metered)
+    app.state.service = Desk(library, name, config, admission, metered)
     app.state.invitation = "the OpenAI API, before vLLM, is at"
     app.state.planner = planner
     app.state.upstream = upstream
@@ -97,10 +94,7 @@ def create_front(
     app.post("/v1/completions")(completions)
     app.include_router(documents.router)
     app.add_route("/{path:path}", passed, methods=_METHODS)
-    handle_errors(app)
-    app.add_middleware(Gate, config=config, count=desk.metrics.count, open_paths=OPEN)
-    if config.cors_origins:
-        app.add_middleware(CORSMiddleware, **cors(config))
+    guard(app, OPEN)
     return app
 
 
