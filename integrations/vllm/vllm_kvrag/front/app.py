@@ -24,6 +24,7 @@ from kvrag_server.record import RequestRecord
 from kvrag_server.service import Desk, desk_of
 from vllm_kvrag.front import documents
 from vllm_kvrag.front.prompts import (
+    Body,
     Tokenise,
     left_to_vllm,
     planner_of,
@@ -179,7 +180,7 @@ async def _complete(request: Request, tokenise: Tokenise) -> Response:
     return await upstream_of(request).pass_on(request, _written(body), report=report, records=True)
 
 
-def _object(content: bytes) -> dict[str, Any] | None:
+def _object(content: bytes) -> Body | None:
     """Return the JSON object of a body; ``None`` if it is none: vLLM says why.
 
     Raises ``APIError`` if it nests deeper than is read here: vLLM may read it, with a namespace.
@@ -193,7 +194,7 @@ def _object(content: bytes) -> dict[str, Any] | None:
     return body if isinstance(body, dict) else None
 
 
-def _written(body: dict[str, Any]) -> bytes:
+def _written(body: Body) -> bytes:
     try:
         return json.dumps(body).encode()
     except RecursionError:
@@ -204,6 +205,6 @@ def _too_deep() -> APIError:
     return APIError(400, "the body nests too deep; make it flatter", "invalid_value")
 
 
-def _wants_usage(body: dict[str, Any]) -> bool:
+def _wants_usage(body: Body) -> bool:
     options = body.get("stream_options")
     return isinstance(options, dict) and bool(options.get("include_usage"))
