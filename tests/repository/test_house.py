@@ -69,7 +69,7 @@ AREAS = {
     "testing": 4_278,
     "langchain": 15_466,
     "llama_index": 11_679,
-    "ray": 4_972,
+    "ray": 4_837,
     "server": 19_001,
     "shared": 3_189,
     "vllm": 16_637,
