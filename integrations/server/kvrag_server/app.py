@@ -23,6 +23,7 @@ from kvrag_server import completions, documents, page
 from kvrag_server.admission import Admission
 from kvrag_server.config import ServerConfig
 from kvrag_server.errors import handle_errors
+from kvrag_server.fields import JsonObject
 from kvrag_server.gate import Gate
 from kvrag_server.metrics import Metrics
 from kvrag_server.service import Desk, Service, served_name, service_of
@@ -145,7 +146,7 @@ async def metrics(request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-def _model_object(service: Service) -> dict[str, Any]:
+def _model_object(service: Service) -> JsonObject:
     """Describe the model as OpenAI does, and its context window as vLLM does."""
     return {
         "id": service.name,
@@ -158,12 +159,12 @@ def _model_object(service: Service) -> dict[str, Any]:
     }
 
 
-async def models(request: Request) -> dict[str, Any]:
+async def models(request: Request) -> JsonObject:
     """List the served model."""
     return {"object": "list", "data": [_model_object(service_of(request))]}
 
 
-async def model(name: str, request: Request) -> dict[str, Any]:
+async def model(name: str, request: Request) -> JsonObject:
     """Describe the served model."""
     service = service_of(request)
     service.check_model(name)

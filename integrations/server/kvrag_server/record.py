@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from kvrag import GenerationResult
+from kvrag_server.fields import JsonObject
 
 logger = logging.getLogger("kvrag_server")
 
@@ -45,13 +46,13 @@ class RequestRecord:
     ttft_s: float | None = None
     results: list[GenerationResult] = field(default_factory=list)
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> JsonObject:
         """Return the fields of the log line, without unknown values."""
         results = self.results
         stages = Counter[str]()
         for result in results:
             stages.update(result.timings_ms)
-        made: dict[str, Any] = {}
+        made: JsonObject = {}
         if results:
             made = {
                 **{name: sum(getattr(result, name) for result in results) for name in SUMMED},
@@ -180,12 +181,12 @@ class Tracer:
         return format(span.get_span_context().trace_id, "032x")
 
 
-def _attributes(record: RequestRecord, operation: str | None) -> dict[str, Any]:
+def _attributes(record: RequestRecord, operation: str | None) -> JsonObject:
     """Return the attributes of a request's span.
 
     They follow OpenTelemetry's conventions for HTTP and generative AI, and add kvrag's own.
     """
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "http.request.method": record.method,
         "http.route": record.endpoint,
         "http.response.status_code": record.status,
