@@ -18,7 +18,7 @@ from langchain_core.caches import RETURN_VAL_TYPE, BaseCache
 from pydantic import BaseModel
 
 from kvrag import InputError, KVRagEngine
-from langchain_kvrag._spellings import named
+from langchain_kvrag._spellings import Options, named
 
 LEFT_OUT = frozenset(
     {
@@ -76,7 +76,7 @@ class KeyedCache(BaseCache):
         self._inner.clear(**kwargs)
 
 
-def key_of(llm: BaseModel, engine: KVRagEngine, options: Mapping[str, Any]) -> str:
+def key_of(llm: BaseModel, engine: KVRagEngine, options: Options) -> str:
     """Return the key of a call: a digest of the model's fields, its state, and the call's options.
 
     A new field is part of it unless :data:`LEFT_OUT` names it. Loads the model.

@@ -31,7 +31,7 @@ from kvrag.adapters import EngineFields
 from langchain_kvrag._cache import LEFT_OUT, KeyedCache, hidden, key_of
 from langchain_kvrag._convert import PROVIDER, chat_messages, engine_prefix, short_name
 from langchain_kvrag._profile import profile_of
-from langchain_kvrag._spellings import ALIASES, named, understood
+from langchain_kvrag._spellings import ALIASES, Options, named, understood
 from langchain_kvrag._timed import atimed, timed
 from langchain_kvrag._tools import Tool, tool_dicts
 
@@ -90,7 +90,7 @@ class KVRagModel(EngineFields):
             self.check_call(self.request_options())
 
     @classmethod
-    def _warn_of_unknown(cls, data: Mapping[str, Any]) -> None:
+    def _warn_of_unknown(cls, data: Options) -> None:
         """Warn of options that are ignored.
 
         They raise no error, as applications pass the same options to models of all vendors.
@@ -153,7 +153,7 @@ class KVRagModel(EngineFields):
             return None
         return given if isinstance(given, BaseCache) else get_llm_cache()
 
-    def _keyed(self, options: Mapping[str, Any]) -> Self:
+    def _keyed(self, options: Options) -> Self:
         """Return this model, with a response cache whose key holds all that changes an answer.
 
         If such a key can't be told, the copy has no cache.
@@ -172,13 +172,13 @@ class KVRagModel(EngineFields):
             pass  # the answer raises it, where callbacks are told
         return self.model_copy(update={"cache": kept})
 
-    async def _akeyed(self, options: Mapping[str, Any]) -> Self:
+    async def _akeyed(self, options: Options) -> Self:
         """Return the model of :meth:`_keyed` without blocking the event loop."""
         if self._response_cache() is None:
             return self
         return await run_in_executor(None, self._keyed, options)
 
-    def _time_limit(self, options: Mapping[str, Any]) -> float | None:
+    def _time_limit(self, options: Options) -> float | None:
         """Return the seconds that a call may take; ``timeout=None`` lifts the model's limit."""
         limit: float | None = options.get("timeout", named(options, "timeout") or self.timeout)
         return limit
@@ -187,7 +187,7 @@ class KVRagModel(EngineFields):
         """Return the options of a request that are no options of the engine."""
         return {"max_new_tokens": self.max_tokens, **super().request_options()}
 
-    def _options(self, stop: Sequence[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _options(self, stop: Sequence[str] | None, options: Options) -> dict[str, Any]:
         """Merge the options of a call over the fields; ``None`` means as configured."""
         given = understood(options, of="a call")
         for elsewhere in _ELSEWHERE:
@@ -203,7 +203,7 @@ class KVRagModel(EngineFields):
         self,
         engine: KVRagEngine,
         prompt: Any,
-        options: Mapping[str, Any],
+        options: Options,
         timeout_s: float | None,
         emit: Callable[[str], object] | None = None,
     ) -> GenerationResult:
@@ -223,7 +223,7 @@ class KVRagModel(EngineFields):
         self,
         engine: KVRagEngine,
         prompt: Any,
-        options: Mapping[str, Any],
+        options: Options,
         timeout_s: float | None,
         emit: Callable[[str], Awaitable[object]] | None = None,
     ) -> GenerationResult:

@@ -11,6 +11,9 @@ from typing import Any
 from kvrag import ConfigError
 from kvrag.adapters import unknown_option
 
+Options = Mapping[str, Any]
+"""Options by name."""
+
 ALIASES = {
     **dict.fromkeys(("model_id", "model_name"), "model"),
     **dict.fromkeys(("stop_sequence", "stop_sequences", "stop_strings"), "stop"),
@@ -65,7 +68,7 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Options that can't be changed: their accepted values, and the reason."""
 
 
-def named(options: Mapping[str, Any], kind: str) -> Any:
+def named(options: Options, kind: str) -> Any:
     """Return the value of kvrag's option ``kind`` under any of its names, if given."""
     given = (
         value
@@ -75,7 +78,7 @@ def named(options: Mapping[str, Any], kind: str) -> Any:
     return next(given, None)
 
 
-def understood(options: Mapping[str, Any], *, of: str) -> dict[str, Any]:
+def understood(options: Options, *, of: str) -> dict[str, Any]:
     """Return options of a model or a call under kvrag's names; unknown options stay unchanged.
 
     Raises
@@ -110,7 +113,7 @@ def understood(options: Mapping[str, Any], *, of: str) -> dict[str, Any]:
     return out
 
 
-def _flat(options: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any, str]]:
+def _flat(options: Options, where: str = "") -> Iterator[tuple[str, Any, str]]:
     """Yield the names and values of options, also in dicts and pipelines, and their places."""
     for name, value in options.items():
         if name in ("pipeline_kwargs", "generate_kwargs"):

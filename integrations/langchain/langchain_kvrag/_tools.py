@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from kvrag import ConfigError, GenerationResult, require
+from langchain_kvrag._spellings import Options
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def choice_of(tool_choice: Any) -> Any:
     return tool_choice or None
 
 
-def with_allowed_calls(result: GenerationResult, options: Mapping[str, Any]) -> GenerationResult:
+def with_allowed_calls(result: GenerationResult, options: Options) -> GenerationResult:
     """Return a result with only its first call if the options forbid parallel calls."""
     if options.get("parallel_tool_calls") is not False or len(result.tool_calls) < 2:
         return result
@@ -69,7 +70,7 @@ def with_allowed_calls(result: GenerationResult, options: Mapping[str, Any]) -> 
     return replace(result, tool_calls=result.tool_calls[:1])
 
 
-def broken_calls(result: GenerationResult, options: Mapping[str, Any]) -> list[str]:
+def broken_calls(result: GenerationResult, options: Options) -> list[str]:
     """Return text that begins like a tool call and can't be parsed; it stays in the answer, too."""
     if options.get("tools"):
         return _BROKEN.findall(result.text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, ClassVar
 
 from langchain_core.callbacks import (
@@ -18,7 +18,7 @@ from langchain_core.runnables import Runnable
 from kvrag import Explanation, GenerationResult, KVRagEngine
 from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
-from langchain_kvrag._spellings import named
+from langchain_kvrag._spellings import Options, named
 from langchain_kvrag._timed import atimed, timed
 from langchain_kvrag._tools import (
     Method,
@@ -211,9 +211,7 @@ def _asked(messages: list[list[BaseMessage]], stop: list[str] | None) -> dict[st
     return {"stop": stop, "messages": [[each.content for each in asked] for asked in messages]}
 
 
-def _chat_result(
-    engine: KVRagEngine, result: GenerationResult, options: Mapping[str, Any]
-) -> ChatResult:
+def _chat_result(engine: KVRagEngine, result: GenerationResult, options: Options) -> ChatResult:
     message = AIMessage(
         content=result.text,
         additional_kwargs=_thought(result.reasoning_content),
@@ -236,7 +234,7 @@ def _chunk(text: str) -> ChatGenerationChunk:
 
 
 def _last_chunk(
-    engine: KVRagEngine, result: GenerationResult, options: Mapping[str, Any]
+    engine: KVRagEngine, result: GenerationResult, options: Options
 ) -> ChatGenerationChunk:
     """Return the chunk with the calls and the accounting.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,7 +22,7 @@ from langchain_core.runnables.config import get_config_list, patch_config, run_i
 from kvrag import Explanation, GenerationResult, KVRagEngine, TokenStream
 from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
-from langchain_kvrag._spellings import named
+from langchain_kvrag._spellings import Options, named
 from langchain_kvrag._timed import atimed, timed
 
 
@@ -50,7 +50,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
 
     # -- chat prompts: rendering needs the loaded tokenizer, so never in the event loop ----------
 
-    def _rendered(self, prompt: PromptValue, options: Mapping[str, Any]) -> PromptValue:
+    def _rendered(self, prompt: PromptValue, options: Options) -> PromptValue:
         """Render a chat prompt with the model's chat template.
 
         Without a template it stays the plain "Human: ..." lines of any ``BaseLLM``.
@@ -64,9 +64,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
             return prompt
         return StringPromptValue(text=encoder.render(chat_messages(prompt.to_messages())))
 
-    def _all_rendered(
-        self, prompts: Sequence[PromptValue], options: Mapping[str, Any]
-    ) -> list[PromptValue]:
+    def _all_rendered(self, prompts: Sequence[PromptValue], options: Options) -> list[PromptValue]:
         return [self._rendered(prompt, options) for prompt in prompts]
 
     def generate(
@@ -122,28 +120,16 @@ class KVRagLLM(KVRagModel, BaseLLM):
             return await super().abatch(inputs, config, **kwargs)
         return await Runnable.abatch(self, inputs, config, return_exceptions=True, **kwargs)
 
-    def generate_prompt(
-        self,
-        prompts: list[PromptValue],
-        stop: list[str] | None = None,
-        callbacks: Callbacks | list[Callbacks] | None = None,
-        **kwargs: Any,
-    ) -> LLMResult:
+    def generate_prompt(self, prompts: list[PromptValue], *args: Any, **kwargs: Any) -> LLMResult:
         """Answer prompts; see ``BaseLLM.generate_prompt``."""
-        return super().generate_prompt(
-            self._all_rendered(prompts, kwargs), stop=stop, callbacks=callbacks, **kwargs
-        )
+        return super().generate_prompt(self._all_rendered(prompts, kwargs), *args, **kwargs)
 
     async def agenerate_prompt(
-        self,
-        prompts: list[PromptValue],
-        stop: list[str] | None = None,
-        callbacks: Callbacks | list[Callbacks] | None = None,
-        **kwargs: Any,
+        self, prompts: list[PromptValue], *args: Any, **kwargs: Any
     ) -> LLMResult:
         """Answer prompts; see ``BaseLLM.agenerate_prompt``."""
         rendered = await run_in_executor(None, self._all_rendered, prompts, kwargs)
-        return await super().agenerate_prompt(rendered, stop=stop, callbacks=callbacks, **kwargs)
+        return await super().agenerate_prompt(rendered, *args, **kwargs)
 
     def stream(
         self,
@@ -250,7 +236,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
 
 
 def _answers(
-    engine: KVRagEngine, prompts: Sequence[str], options: Mapping[str, Any], timeout_s: float | None
+    engine: KVRagEngine, prompts: Sequence[str], options: Options, timeout_s: float | None
 ) -> list[GenerationResult]:
     """Answer prompts at the same time, so that they share decode steps; results are in order.
 

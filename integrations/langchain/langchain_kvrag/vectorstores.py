@@ -174,8 +174,8 @@ class KVRagVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[str]:
         """Add or replace texts, and precompute their KV; a string is a single text or id."""
-        checked = _checked_texts(self.inner, texts, ids)
-        return super().add_texts(checked[0], metadatas, ids=checked[1], **kwargs)
+        texts, ids = _checked_texts(self.inner, texts, ids)
+        return super().add_texts(texts, metadatas, ids=ids, **kwargs)
 
     async def aadd_texts(
         self,
@@ -186,8 +186,8 @@ class KVRagVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[str]:
         """Add or replace texts without blocking the event loop (see :meth:`add_texts`)."""
-        checked = _checked_texts(self.inner, texts, ids)
-        return await super().aadd_texts(checked[0], metadatas, ids=checked[1], **kwargs)
+        texts, ids = _checked_texts(self.inner, texts, ids)
+        return await super().aadd_texts(texts, metadatas, ids=ids, **kwargs)
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Add or replace documents, and precompute their KV.

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvrag import ConfigError, require
 from kvrag.adapters import unknown_option
-from kvrag_ray.config import ServingConfig
+from kvrag_ray.config import Options, ServingConfig
 
 if TYPE_CHECKING:
     from ray.serve import Application
 
 
-def build(args: ServingConfig | Mapping[str, Any]) -> Application:
+def build(args: ServingConfig | Options) -> Application:
     """Build the Ray Serve application.
 
     For ``serve.run``, or as ``import_path: kvrag_ray:build`` in a Serve YAML file.
@@ -68,7 +67,7 @@ def _of_replicas(config: ServingConfig) -> dict[str, Any]:
     }
 
 
-def _config(options: Mapping[str, Any]) -> ServingConfig:
+def _config(options: Options) -> ServingConfig:
     known = list(ServingConfig.__dataclass_fields__)
     for name in options:
         if name not in known:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -59,7 +58,7 @@ def serve(ctx: typer.Context, engine: EngineGroup, repair: Given, limits: Given)
 def precompute(
     chunks: list[Any],
     options: Given,
-    run: Mapping[str, Any],
+    run: Given,
     workers: int | None,
     file: Path | None,
     *,

@@ -10,6 +10,9 @@ from kvrag import ConfigError, KVRagEngine, Library, StoreConfig
 from kvrag.adapters import address, place
 from kvrag_server.config import ServerConfig, keys_of_environment
 
+Options = Mapping[str, Any]
+"""Options by name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServingConfig:
@@ -40,15 +43,15 @@ class ServingConfig:
     model: str
     # repr=False: these may hold a URL with a password, or API keys.
     kv_dir: str | None = field(default=None, repr=False)
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    store: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    repair: Mapping[str, Any] | None = None
-    server: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    engine: Options = field(default_factory=dict)
+    store: Options = field(default_factory=dict, repr=False)
+    repair: Options | None = None
+    server: Options = field(default_factory=dict, repr=False)
     replicas: int | tuple[int, int] = 1
     num_cpus: float = 1.0
     num_gpus: float = 0.0
     fronts: int = 1
-    autoscaling: Mapping[str, Any] = field(default_factory=dict)
+    autoscaling: Options = field(default_factory=dict)
     warm_s: float = 10.0
 
     def __post_init__(self) -> None:

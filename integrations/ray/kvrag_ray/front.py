@@ -9,17 +9,18 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Scope
 
 from kvrag import KVRagError
 from kvrag.adapters import ChunkFinder
-from kvrag_ray.config import ServingConfig
+from kvrag_ray.config import Options, ServingConfig
 from kvrag_server.errors import APIError
 
 ATTEMPTS = 5  # most replicas that a request is passed to, in sequence
@@ -49,9 +50,9 @@ logger = logging.getLogger(__name__)
 class Front:
     """The ingress deployment. It has the catalog of the store, but no model."""
 
-    def __init__(self, replica: DeploymentHandle[Any], options: Mapping[str, Any]) -> None:
+    def __init__(self, replica: DeploymentHandle[Any], options: Options) -> None:
         config = ServingConfig(**options)
-        self._replica = replica
+        self._replica: Any = replica
         self._server = config.server_config
         self._library = config.open_library()
         self._chunks = ChunkFinder(self._library.store.catalog)
@@ -107,9 +108,7 @@ class Front:
         except (KVRagError, OSError, ValueError, RecursionError):  # the replica reports the error
             return []
 
-    async def _passed(
-        self, scope: Mapping[str, Any], body: bytes, keys: list[str]
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def _passed(self, scope: Scope, body: bytes, keys: list[str]) -> AsyncIterator[Message]:
         """Pass a request to replicas, in sequence, until an answer is complete.
 
         Yields the answer's ASGI messages. An answer that is not streamed is sent only once it is
@@ -122,9 +121,7 @@ class Front:
             count = 0
             try:
                 answer = self._replica.answer.options(stream=True)
-                async for message in cast(
-                    AsyncIterator[dict[str, Any]], answer.remote(scope, body, keys=keys)
-                ):
+                async for message in answer.remote(scope, body, keys=keys):
                     said = saying(message)
                     count += said is not None
                     if count > len(sent):
@@ -178,7 +175,7 @@ def _many(value: Any) -> list[Any]:
     return [value]
 
 
-def saying(message: Mapping[str, Any]) -> Any:
+def saying(message: Message) -> Any:
     """Return the content of an ASGI response message without ids and times, for comparison.
 
     ``None`` for a keep-alive comment.

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, suppress
-from typing import Any
 
 from ray.serve import get_replica_context
 from ray.serve.exceptions import RayServeException
 from ray.serve.metrics import Gauge
+from starlette.types import Message, Scope
 
 from kvrag import KVRagEngine, StoreError
-from kvrag_ray.config import ServingConfig
+from kvrag_ray.config import Options, ServingConfig
 from kvrag_server.app import create_app, prepare_process
 
 PUBLISH_S = 5.0  # seconds between two updates of Ray's metrics
 BACKLOG = 64  # most queued messages of an answer that the front has not taken yet
 MOST = 1000  # most chunks that a new replica loads into memory
-
-Message = dict[str, Any]
-"""An ASGI message."""
 
 
 class Replica:
@@ -32,7 +29,7 @@ class Replica:
     _name = ""
 
     # Ray awaits the constructor.
-    async def __init__(self, options: Mapping[str, Any]) -> None:  # type: ignore[misc]
+    async def __init__(self, options: Options) -> None:  # type: ignore[misc]
         prepare_process()
         config = ServingConfig(**options)
         with suppress(RayServeException):  # in tests, there is no replica context
@@ -46,17 +43,17 @@ class Replica:
         self._publishing = asyncio.create_task(self._publish())
 
     async def answer(
-        self, scope: Message, body: bytes, *, keys: Sequence[str] = ()
+        self, scope: Scope, body: bytes, *, keys: Sequence[str] = ()
     ) -> AsyncIterator[Message]:
         """Yield the ASGI messages of a response; disconnect if the consumer stops iterating.
 
         ``keys`` are not used here; :class:`~kvrag_ray.router.ChunkRouter` reads them.
         """
-        messages: asyncio.Queue[MutableMapping[str, Any] | None] = asyncio.Queue(BACKLOG)
+        messages: asyncio.Queue[Message | None] = asyncio.Queue(BACKLOG)
         has_left = asyncio.Event()
         parts = [body]
 
-        async def receive() -> MutableMapping[str, Any]:
+        async def receive() -> Message:
             if parts:
                 return {"type": "http.request", "body": parts.pop()}
             await has_left.wait()

@@ -7,9 +7,9 @@ import ctypes
 import logging
 import os
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
-from typing import Any, cast
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
@@ -23,11 +23,12 @@ from kvrag_server import completions, documents, page
 from kvrag_server.admission import Admission
 from kvrag_server.config import ServerConfig
 from kvrag_server.errors import handle_errors
+from kvrag_server.fields import JsonObject
 from kvrag_server.gate import Gate
 from kvrag_server.metrics import Metrics
-from kvrag_server.service import Service, served_name, service_of
+from kvrag_server.service import Desk, Service, served_name, service_of
 
-QUIET = cast(Any, dict.fromkeys(("tracing", "metrics", "logs", "operation_spans"), False))
+QUIET: Any = dict.fromkeys(("tracing", "metrics", "logs", "operation_spans"), False)
 """Switches off the telemetry of newer FastAPI versions.
 
 It would reveal unreadable bodies and messages of exceptions; kvrag has its own telemetry.
@@ -59,7 +60,7 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
     admission = Admission(config.max_running, config.max_waiting, config.max_per_key)
     metered = Metrics(engine, admission, lambda: engine.load.kv_bytes)
     name = served_name(engine.source.name, config)
-    service = app.state.service = Service(engine, name, config, admission, metered)
+    app.state.service = Service(engine, name, config, admission, metered)
     app.state.is_loaded = False
     app.state.invitation = "ask it in a browser"
     app.include_router(completions.router)
@@ -70,21 +71,23 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
     app.get("/metrics")(metrics)
     app.get("/v1/models")(models)
     app.get("/v1/models/{name:path}")(model)
-    handle_errors(app)
-    app.add_middleware(Gate, config=config, count=service.metrics.count)
-    if config.cors_origins:  # outside the gate, because preflight requests carry no key
-        app.add_middleware(CORSMiddleware, **cors(config))
+    guard(app)
     return app
 
 
-def cors(config: ServerConfig) -> dict[str, Any]:
-    """Return the CORS options: the requests and headers for pages of the allowed origins."""
-    return {
-        "allow_origins": list(config.cors_origins),
-        "allow_methods": ["*"],
-        "allow_headers": ["*"],
-        "expose_headers": ["x-request-id", "retry-after", "x-should-retry"],
-    }
+def guard(app: FastAPI, open_paths: Collection[str] = ()) -> None:
+    """Put the gate before an application, answer its errors, and let allowed origins call it."""
+    desk: Desk = app.state.service
+    handle_errors(app)
+    app.add_middleware(Gate, config=desk.config, count=desk.metrics.count, open_paths=open_paths)
+    if desk.config.cors_origins:  # outside the gate, because preflight requests carry no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=desk.config.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", "x-should-retry"],
+        )
 
 
 @asynccontextmanager
@@ -143,7 +146,7 @@ async def metrics(request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-def _model_object(service: Service) -> dict[str, Any]:
+def _model_object(service: Service) -> JsonObject:
     """Describe the model as OpenAI does, and its context window as vLLM does."""
     return {
         "id": service.name,
@@ -156,12 +159,12 @@ def _model_object(service: Service) -> dict[str, Any]:
     }
 
 
-async def models(request: Request) -> dict[str, Any]:
+async def models(request: Request) -> JsonObject:
     """List the served model."""
     return {"object": "list", "data": [_model_object(service_of(request))]}
 
 
-async def model(name: str, request: Request) -> dict[str, Any]:
+async def model(name: str, request: Request) -> JsonObject:
     """Describe the served model."""
     service = service_of(request)
     service.check_model(name)

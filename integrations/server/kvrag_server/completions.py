@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from kvrag import AsyncTokenStream, Chunk, GenerationResult
 from kvrag.adapters import Delta, Prompt
 from kvrag_server.errors import APIError, as_api_error
+from kvrag_server.fields import JsonObject
 from kvrag_server.metrics import Timer
 from kvrag_server.record import RequestRecord
 from kvrag_server.schema import ChatRequest, Message, Reuse, TextRequest
@@ -61,7 +62,7 @@ async def completions(body: TextRequest, request: Request) -> Response:
 
 def chat_prompt(messages: Sequence[Message], reuse: Reuse) -> Prompt:
     """Return messages for the engine, with the documents before the last user message's text."""
-    dicts: list[dict[str, Any]] = [
+    dicts: list[JsonObject] = [
         message.model_dump(exclude_unset=True) | {"content": message.content}
         for message in messages
     ]
@@ -139,9 +140,8 @@ async def _complete(
             }
         )
     first: asyncio.Task[Piece] = asyncio.create_task(pieces.asend(None))
+    # Raises an error before the first byte, which has a status of its own.
     await unless_gone(request, first, PATIENCE_S)
-    if first.done():
-        first.result()  # an error before the first byte has a status of its own
     logprobs = LogprobStream(service.engine.tokenizer, is_chat=shape.is_chat, echo=echo)
     return EventSourceResponse(
         _events(shape, body, head, first, pieces, logprobs, record),
@@ -309,7 +309,7 @@ async def _work(
 async def _events(
     shape: Shape,
     body: Body,
-    head: dict[str, Any],
+    head: JsonObject,
     first: asyncio.Task[Piece],
     pieces: AsyncGenerator[Piece, None],
     logprobs: LogprobStream,
@@ -320,7 +320,7 @@ async def _events(
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
     results: dict[int, GenerationResult] = {}
 
-    def event(choices: list[dict[str, Any]], **more: Any) -> ServerSentEvent:
+    def event(choices: list[JsonObject], **more: Any) -> ServerSentEvent:
         usage = {"usage": None} if wants_usage else {}
         return ServerSentEvent(
             json.dumps({**head, "object": kind, "choices": choices, **usage, **more})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 from anyio import to_thread
 from fastapi import APIRouter, Request
@@ -13,6 +12,7 @@ from fastapi.concurrency import run_in_threadpool
 from kvrag.adapters import IndexRequest, Prompt
 from kvrag_server.completions import chat_prompt, text_prompt
 from kvrag_server.errors import APIError
+from kvrag_server.fields import JsonObject
 from kvrag_server.schema import DeleteRequest, ExplainRequest, PrecomputeRequest
 from kvrag_server.service import desk_of, service_of
 
@@ -20,7 +20,7 @@ router = APIRouter(prefix="/v1/kv")
 
 
 @router.post("/precompute")
-async def precompute(body: PrecomputeRequest, request: Request) -> dict[str, Any]:
+async def precompute(body: PrecomputeRequest, request: Request) -> JsonObject:
     """Compute and store the KV of documents."""
     service = service_of(request)
     namespace = service.namespace(request.state.tenant)
@@ -46,7 +46,7 @@ async def precompute(body: PrecomputeRequest, request: Request) -> dict[str, Any
 
 
 @router.get("/documents")
-async def documents(request: Request, collection: str | None = None) -> dict[str, Any]:
+async def documents(request: Request, collection: str | None = None) -> JsonObject:
     """List the ids of the documents that have KV."""
     desk = desk_of(request)
     namespace = desk.namespace(request.state.tenant)
@@ -68,7 +68,7 @@ async def delete(body: DeleteRequest, request: Request) -> dict[str, int]:
 
 
 @router.post("/explain")
-async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
+async def explain(body: ExplainRequest, request: Request) -> JsonObject:
     """Explain which chunks of a prompt are known and have KV, and why other text has no KV."""
     service = service_of(request)
     prompt = explained(body)
@@ -79,7 +79,7 @@ async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
 
 
 @router.get("/stats")
-async def stats(request: Request) -> dict[str, Any]:
+async def stats(request: Request) -> JsonObject:
     """Return totals of engine and store, and the numbers of running and waiting requests."""
     service = service_of(request)
     counted = await run_in_threadpool(service.engine.stats)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import Any
 
 from pydantic_core import PydanticCustomError
+
+JsonObject = dict[str, Any]
 
 HINTS: dict[str, tuple[str, ...]] = {
     "the caller, and accounting": (
@@ -162,7 +165,7 @@ REMEDIES: dict[str, str] = {
 }
 """Remedies for fields that are refused."""
 
-_HARMLESS = frozenset(name for names in HINTS.values() for name in names)
+_HARMLESS = frozenset(chain(*HINTS.values()))
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -171,7 +174,7 @@ def asks_for_nothing(value: Any) -> bool:
     return value in _NOTHING
 
 
-def understood(data: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def understood(data: Mapping[str, Any], known: Collection[str]) -> JsonObject:
     """Return the fields of a body that a schema knows, without nulls.
 
     Raises ``PydanticCustomError`` for other fields that ask for something.
@@ -187,7 +190,7 @@ def understood(data: Mapping[str, Any], known: Collection[str]) -> dict[str, Any
     return given
 
 
-def _rename(given: dict[str, Any], alias: str, name: str) -> None:
+def _rename(given: JsonObject, alias: str, name: str) -> None:
     value = given.pop(alias)
     is_off = value is False and alias in SWITCHES
     is_unlimited = value == -1 and name == "max_tokens"

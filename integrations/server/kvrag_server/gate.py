@@ -6,11 +6,11 @@ It is plain ASGI, because responses are streamed.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 from urllib.parse import urlsplit
 
 from sse_starlette.sse import SendTimeoutError
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrag_server.config import ServerConfig
@@ -49,10 +49,10 @@ class Gate:
             await self._app(scope, receive, send)
             return
         scope = self._plain(scope)
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        given = headers.get(b"x-request-id", "")
+        headers = dict(Headers(scope=scope).items())
+        given = headers.get("x-request-id", "")
         request_id = given if 0 < len(given) <= 128 and given.isprintable() else uuid.uuid4().hex
-        state: MutableMapping[str, Any] = scope.setdefault("state", {})
+        state = scope.setdefault("state", {})
         record = state["record"] = RequestRecord(request_id, scope["method"])
 
         async def send_named(message: Message) -> None:
@@ -80,8 +80,7 @@ class Gate:
             route = scope.get("route")  # a route's path: paths of requests are unlimited in number
             record.endpoint = getattr(route, "path", "none")
             self._count(record)
-            named = {name.decode("latin-1"): value for name, value in headers.items()}
-            record.log(self._tracer.write(record, named))
+            record.log(self._tracer.write(record, headers))
 
     def _plain(self, scope: Scope) -> Scope:
         """Return a request in the form that the routes expect.
@@ -109,19 +108,14 @@ class Gate:
         """Whether a request comes from no page, the server's own page, or an allowed origin."""
         origin = headers.get(b"origin", b"").decode("latin-1")
         own = origin.partition("://")[2] == headers.get(b"host", b"").decode("latin-1")
-        return (
-            not origin
-            or own
-            or origin in self._config.cors_origins
-            or "*" in self._config.cors_origins
-        )
+        return not origin or own or not {origin, "*"}.isdisjoint(self._config.cors_origins)
 
-    def _check_host(self, scope: Scope, headers: dict[bytes, str]) -> None:
+    def _check_host(self, scope: Scope, headers: dict[str, str]) -> None:
         """Raise ``APIError`` if a server without keys is asked by a name that is not its own.
 
         A page whose name is pointed at this machine (DNS rebinding) is of its own origin here.
         """
-        given = headers.get(b"host", "")
+        given = headers.get("host", "")
         if self._config.api_keys or not given:  # a browser always names the host
             return
         try:
@@ -137,13 +131,13 @@ class Gate:
                 "host_not_allowed",
             )
 
-    def _tenant(self, path: str, headers: dict[bytes, str]) -> str | None:
+    def _tenant(self, path: str, headers: dict[str, str]) -> str | None:
         """Return the tenant of the request's key; raise ``APIError`` without a known key."""
         is_open = path in self._open_paths if self._open_paths else not path.startswith(_GUARDED)
         if is_open or not self._config.api_keys:
             return None
         tenant = self._config.tenant_of(
-            headers.get(b"authorization", ""), headers.get(b"x-api-key", "")
+            headers.get("authorization", ""), headers.get("x-api-key", "")
         )
         if tenant is None:
             raise APIError(
@@ -155,13 +149,13 @@ class Gate:
             )
         return tenant
 
-    def _limited(self, headers: dict[bytes, str], receive: Receive) -> Receive:
+    def _limited(self, headers: dict[str, str], receive: Receive) -> Receive:
         """Return a ``receive`` that raises ``APIError`` when a body exceeds the limit.
 
         The declared length is checked at once, but not trusted.
         """
         limit = self._config.max_body_bytes
-        length = headers.get(b"content-length", "0")
+        length = headers.get("content-length", "0")
         error = APIError(
             413, f"the body has more than {limit} bytes; send less", "request_too_large"
         )

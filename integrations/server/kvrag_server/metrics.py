@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -126,29 +127,27 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+@dataclass(slots=True)
 class Timer:
     """Notes the times of an answer as they occur."""
 
-    def __init__(
-        self, record: RequestRecord, queue: Histogram, ttft: Histogram, step: Histogram
-    ) -> None:
-        self._record = record
-        self._queue = queue
-        self._ttft = ttft
-        self._step = step
-        self._latest: dict[int, float] = {}
+    record: RequestRecord
+    queue: Histogram
+    ttft: Histogram
+    step: Histogram
+    latest: dict[int, float] = field(default_factory=dict)
 
     def note_slot(self) -> None:
         """Note that the request has a slot."""
-        self._record.queue_s = time.perf_counter() - self._record.start_s
-        self._queue.observe(self._record.queue_s)
+        self.record.queue_s = time.perf_counter() - self.record.start_s
+        self.queue.observe(self.record.queue_s)
 
     def note_piece(self, choice: int) -> None:
         """Note a piece of a choice's text."""
         now = time.perf_counter()
-        if choice in self._latest:
-            self._step.observe(now - self._latest[choice])
+        if choice in self.latest:
+            self.step.observe(now - self.latest[choice])
         else:
-            self._ttft.observe(now - self._record.start_s)
-            self._record.ttft_s = self._record.ttft_s or now - self._record.start_s
-        self._latest[choice] = now
+            self.ttft.observe(now - self.record.start_s)
+            self.record.ttft_s = self.record.ttft_s or now - self.record.start_s
+        self.latest[choice] = now

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from kvrag import GenerationResult
+from kvrag_server.fields import JsonObject
 
 logger = logging.getLogger("kvrag_server")
 
@@ -45,25 +46,20 @@ class RequestRecord:
     ttft_s: float | None = None
     results: list[GenerationResult] = field(default_factory=list)
 
-    def totals(self) -> dict[str, int]:
-        """Return the tokens of all choices by source."""
-        return {name: sum(getattr(result, name) for result in self.results) for name in SUMMED}
-
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> JsonObject:
         """Return the fields of the log line, without unknown values."""
         results = self.results
         stages = Counter[str]()
         for result in results:
             stages.update(result.timings_ms)
-        made: dict[str, Any] = {}
+        made: JsonObject = {}
         if results:
             made = {
-                **self.totals(),
+                **{name: sum(getattr(result, name) for result in results) for name in SUMMED},
                 "completion_tokens": sum(len(result.token_ids) for result in results),
                 "exactness": _joined(result.exactness for result in results),
                 "finish_reason": _joined(result.finish_reason for result in results),
-                "fallback_reason": _joined(result.fallback_reason or "" for result in results)
-                or None,
+                "fallback_reason": _joined(result.fallback_reason for result in results) or None,
                 "stages_ms": {name: round(ms, 3) for name, ms in stages.items()},
             }
         names = ("request_id", "tenant", "method", "endpoint", "status", "code", "ended", "model")
@@ -185,12 +181,12 @@ class Tracer:
         return format(span.get_span_context().trace_id, "032x")
 
 
-def _attributes(record: RequestRecord, operation: str | None) -> dict[str, Any]:
+def _attributes(record: RequestRecord, operation: str | None) -> JsonObject:
     """Return the attributes of a request's span.
 
     They follow OpenTelemetry's conventions for HTTP and generative AI, and add kvrag's own.
     """
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "http.request.method": record.method,
         "http.route": record.endpoint,
         "http.response.status_code": record.status,
@@ -204,17 +200,14 @@ def _attributes(record: RequestRecord, operation: str | None) -> dict[str, Any]:
     }
     if record.results:
         fields = record.fields()
-        totals = record.totals()
-        found |= {
-            f"kvrag.{name}": value for name, value in totals.items() if name != "prompt_tokens"
-        }
-        found |= {f"kvrag.{name}": fields.get(name) for name in ("exactness", "fallback_reason")}
+        told = (*SUMMED[1:], "exactness", "fallback_reason")
+        found |= {f"kvrag.{name}": fields.get(name) for name in told}
         found |= {
             "gen_ai.response.model": record.model,
             "gen_ai.response.finish_reasons": [result.finish_reason for result in record.results],
-            "gen_ai.usage.input_tokens": totals["prompt_tokens"],
+            "gen_ai.usage.input_tokens": fields["prompt_tokens"],
             "gen_ai.usage.output_tokens": fields["completion_tokens"],
-            "gen_ai.usage.cache_read.input_tokens": totals["cached_tokens"],
+            "gen_ai.usage.cache_read.input_tokens": fields["cached_tokens"],
             "gen_ai.server.time_to_first_token": record.ttft_s,
         }
     return {name: value for name, value in found.items() if value is not None}

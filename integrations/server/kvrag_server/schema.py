@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from kvrag import MaxContext, Mode, RepairConfig
 from kvrag.adapters import check_encodable
 from kvrag.config import as_config
-from kvrag_server.fields import fault, understood
+from kvrag_server.fields import JsonObject, fault, understood
 
 MAX_DEPTH = 64
 """Limit of nesting of lists and objects in a body.
@@ -62,15 +62,15 @@ class _Body(BaseModel):
         return data
 
     @classmethod
-    def _read(cls, data: dict[str, Any]) -> dict[str, Any]:
-        return {name: each for name, each in data.items() if each is not None}
+    def _read(cls, data: JsonObject) -> Any:
+        return without_nulls(data)
 
 
 class _Foreign(_Body):
     """Body of another vendor's API, with fields that kvrag does not know."""
 
     @classmethod
-    def _read(cls, data: dict[str, Any]) -> dict[str, Any]:
+    def _read(cls, data: JsonObject) -> Any:
         return understood(data, cls.model_fields)
 
 
@@ -104,7 +104,7 @@ class Reuse(_Body):
     """Field ``kvrag``: options of reuse, and documents before the last user message."""
 
     mode: Mode = "auto"
-    repair: dict[str, Any] | str | None = None
+    repair: JsonObject | str | None = None
     max_context: MaxContext = "raise"
     documents: list[Document] = Field(default_factory=list)
 
@@ -139,7 +139,7 @@ def _or_none(*nothing: Any) -> BeforeValidator:
 _shallow = BeforeValidator(lambda value: without_nulls(value, levels=2))
 """Validator that drops nulls outside JSON schemas."""
 
-Tools = Annotated[list[dict[str, Any]] | None, _shallow]
+Tools = Annotated[list[JsonObject] | None, _shallow]
 Limit = Annotated[int | None, Field(ge=0), _or_none(-1)]
 
 
@@ -187,7 +187,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[dict[str, Any] | str | None] | None = None
+    content: str | list[JsonObject | str | None] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -202,25 +202,23 @@ class ChatRequest(Completion):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: Tools = None
-    tool_choice: Annotated[str | dict[str, Any] | None, _shallow, _or_none("", {})] = None
+    tool_choice: Annotated[str | JsonObject | None, _shallow, _or_none("", {})] = None
     parallel_tool_calls: bool = True
-    response_format: Annotated[dict[str, Any] | None, _shallow, _or_none("", {})] = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    response_format: Annotated[JsonObject | None, _shallow, _or_none("", {})] = None
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)
     enable_thinking: bool | None = None
     reasoning_effort: Annotated[str | None, _or_none("")] = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True
 
     @property
-    def variables(self) -> dict[str, Any]:
+    def variables(self) -> JsonObject:
         """Variables of the chat template.
 
         ``enable_thinking`` and ``reasoning_effort`` are the template's own names.
         """
-        named = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
-        return {
-            name: value for name, value in named.items() if value is not None
-        } | self.chat_template_kwargs
+        named = self.model_dump(include={"enable_thinking", "reasoning_effort"}, exclude_none=True)
+        return named | self.chat_template_kwargs
 
     @property
     def num_logprobs(self) -> int | None:
@@ -312,7 +310,7 @@ class ExplainRequest(_Body):
     messages: list[Message] | None = None
     prompt: str | Tokens | None = None
     tools: Tools = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)
     continue_final_message: bool = False
     kvrag: Reuse = Field(default_factory=Reuse)
 

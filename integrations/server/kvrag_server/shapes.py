@@ -16,6 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvrag import GenerationResult, TokenLogprob
 from kvrag.adapters import Delta
+from kvrag_server.fields import JsonObject
 
 # SentencePiece's spelling of a byte that is no character alone
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -48,11 +49,11 @@ class Shape:
 
     def whole(
         self, index: int, result: GenerationResult, tokenizer: Any, echo: str = ""
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Return a finished choice; its text begins with ``echo``."""
         writer = LogprobWriter(tokenizer, is_chat=self.is_chat, echo=echo)
         logprobs = result.logprobs and writer.write(result.logprobs)
-        own: dict[str, Any] = {"text": result.text}
+        own: JsonObject = {"text": result.text}
         if self.is_chat:
             calls = {"tool_calls": calls_of(result)} if result.tool_calls else {}
             content = None if calls and not result.text else result.text
@@ -76,10 +77,10 @@ class Shape:
         index: int,
         text: str | None,
         finish_reason: str | None = None,
-        logprobs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+        logprobs: JsonObject | None = None,
+    ) -> JsonObject:
         """Return a piece of a choice; ``text=None`` gives its beginning."""
-        own: dict[str, Any] = {"text": text or ""}
+        own: JsonObject = {"text": text or ""}
         if self.is_chat and text is None:
             own = {"delta": {"role": "assistant", "content": ""}}
         elif self.is_chat:
@@ -98,7 +99,7 @@ def _thought(text: str | None) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
-def calls_of(result: GenerationResult) -> list[dict[str, Any]]:
+def calls_of(result: GenerationResult) -> list[JsonObject]:
     """Return an answer's tool calls in OpenAI's format."""
     return [
         {
@@ -127,7 +128,7 @@ class LogprobStream:
         self._writers: dict[int, LogprobWriter] = {}
         self._counts: Counter[int] = Counter()
 
-    def of(self, index: int, piece: str | GenerationResult) -> dict[str, Any] | None:
+    def of(self, index: int, piece: str | GenerationResult) -> JsonObject | None:
         """Return the log-probabilities of a piece, or the rest at the end, if any."""
         new = piece.logprobs if isinstance(piece, Delta) else ()
         if isinstance(piece, GenerationResult):
@@ -144,7 +145,7 @@ CHAT = Shape("chat.completion", "chatcmpl", True)
 TEXT = Shape("text_completion", "cmpl", False)
 
 
-def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None) -> dict[str, Any]:
+def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None) -> JsonObject:
     """Return token counts in OpenAI's format, and the record of how the answers were made.
 
     A prompt counts a single time for its ``n`` choices. With a tokenizer, the record has details.
@@ -152,7 +153,7 @@ def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None)
     prompts = results[::n]
     num_in = sum(r.prompt_tokens for r in prompts)
     num_out = sum(len(r.token_ids) for r in results)
-    usage: dict[str, Any] = {
+    usage: JsonObject = {
         "prompt_tokens": num_in,
         "completion_tokens": num_out,
         "total_tokens": num_in + num_out,
@@ -166,13 +167,13 @@ def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None)
     }
 
 
-def _made(result: GenerationResult) -> dict[str, Any]:
+def _made(result: GenerationResult) -> JsonObject:
     """Return the record of how an answer was made, as plain JSON values."""
     made = {name: getattr(result, name) for name in _TOLD}
     return made | {"timings_ms": dict(result.timings_ms)}
 
 
-def _trace(result: GenerationResult, tokenizer: Any) -> dict[str, Any]:
+def _trace(result: GenerationResult, tokenizer: Any) -> JsonObject:
     """Return the prompt's tokens as text, the sources of their KV, and the stages.
 
     Stages are in milliseconds from the begin of the first stage. The joined texts of the tokens are
@@ -207,7 +208,7 @@ class LogprobWriter:
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._echo = echo
 
-    def write(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def write(self, logprobs: Sequence[TokenLogprob]) -> JsonObject:
         """Return the entries of the next tokens; text offsets continue from the last call."""
         if self._is_chat:
             content = [
@@ -231,7 +232,7 @@ class LogprobWriter:
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         return {name: [row[n] for row in rows] for n, name in enumerate(names)}
 
-    def _entry(self, token: int, value: float) -> dict[str, Any]:
+    def _entry(self, token: int, value: float) -> JsonObject:
         return {
             "token": self._spelt(token),
             "logprob": _finite(value),

@@ -7,26 +7,24 @@ import logging
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvrag import KVRagError, Library
 from kvrag.adapters import ModelFacts, StorePlanner
 from kvrag_server.admission import Admission
-from kvrag_server.app import QUIET, cors, health
+from kvrag_server.app import QUIET, guard, health
 from kvrag_server.config import ServerConfig
-from kvrag_server.errors import APIError, handle_errors
-from kvrag_server.gate import Gate
+from kvrag_server.errors import APIError
 from kvrag_server.metrics import Metrics
 from kvrag_server.record import RequestRecord
 from kvrag_server.service import Desk, desk_of
 from vllm_kvrag.front import documents
 from vllm_kvrag.front.prompts import (
+    Body,
     Tokenise,
     left_to_vllm,
     planner_of,
@@ -86,7 +84,7 @@ def create_front(
     )
     admission = Admission(config.max_running, config.max_waiting)
     metered = Metrics(library, admission, int)  # vLLM counts its KV
-    desk = app.state.service = Desk(library, name, config, admission, metered)
+    app.state.service = Desk(library, name, config, admission, metered)
     app.state.invitation = "the OpenAI API, before vLLM, is at"
     app.state.planner = planner
     app.state.upstream = upstream
@@ -97,10 +95,7 @@ def create_front(
     app.post("/v1/completions")(completions)
     app.include_router(documents.router)
     app.add_route("/{path:path}", passed, methods=_METHODS)
-    handle_errors(app)
-    app.add_middleware(Gate, config=config, count=desk.metrics.count, open_paths=OPEN)
-    if config.cors_origins:
-        app.add_middleware(CORSMiddleware, **cors(config))
+    guard(app, OPEN)
     return app
 
 
@@ -185,7 +180,7 @@ async def _complete(request: Request, tokenise: Tokenise) -> Response:
     return await upstream_of(request).pass_on(request, _written(body), report=report, records=True)
 
 
-def _object(content: bytes) -> dict[str, Any] | None:
+def _object(content: bytes) -> Body | None:
     """Return the JSON object of a body; ``None`` if it is none: vLLM says why.
 
     Raises ``APIError`` if it nests deeper than is read here: vLLM may read it, with a namespace.
@@ -199,7 +194,7 @@ def _object(content: bytes) -> dict[str, Any] | None:
     return body if isinstance(body, dict) else None
 
 
-def _written(body: dict[str, Any]) -> bytes:
+def _written(body: Body) -> bytes:
     try:
         return json.dumps(body).encode()
     except RecursionError:
@@ -210,6 +205,6 @@ def _too_deep() -> APIError:
     return APIError(400, "the body nests too deep; make it flatter", "invalid_value")
 
 
-def _wants_usage(body: dict[str, Any]) -> bool:
+def _wants_usage(body: Body) -> bool:
     options = body.get("stream_options")
     return isinstance(options, dict) and bool(options.get("include_usage"))

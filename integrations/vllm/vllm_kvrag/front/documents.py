@@ -10,6 +10,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from kvrag.adapters import IndexRequest
 from kvrag_server import documents
+from kvrag_server.fields import JsonObject
 from kvrag_server.schema import ExplainRequest, PrecomputeRequest
 from kvrag_server.service import desk_of
 from vllm_kvrag.front.prompts import chat_of, check_window, planner_of
@@ -44,7 +45,7 @@ async def precompute(body: PrecomputeRequest, request: Request, model: str | Non
 
 
 @router.post("/explain")
-async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
+async def explain(body: ExplainRequest, request: Request) -> JsonObject:
     """Explain which chunks of a prompt are known and have KV, and why other text has no KV."""
     check_window(body.kvrag)
     prompt = documents.explained(body)
@@ -58,7 +59,7 @@ async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
 
 
 @router.get("/stats")
-async def stats(request: Request) -> dict[str, Any]:
+async def stats(request: Request) -> JsonObject:
     """Return the content of the store's tiers, as this process sees them; vLLM counts answers."""
     counted = await run_in_threadpool(desk_of(request).library.store.stats)
     return {"store": {name: asdict(tier) for name, tier in counted.items()}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from tempfile import TemporaryDirectory
@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from kvrag import ConfigError, Library
 from kvrag.adapters import Address, ModelSource, StorePlanner, check_context
+from kvrag_server.command import Given
 from kvrag_server.config import ServerConfig
 from kvrag_server.service import served_name
 from vllm_kvrag.front.app import create_front
@@ -25,7 +26,7 @@ from vllm_kvrag.front.upstream import Upstream
 
 @contextmanager
 def started(
-    options: Mapping[str, Any], config: ServerConfig, given: Sequence[str]
+    options: Given, config: ServerConfig, given: Sequence[str]
 ) -> Iterator[tuple[FastAPI, Child]]:
     """Start vLLM, wait until it answers, and return the front's application and vLLM's process.
 
@@ -97,14 +98,14 @@ def _check_addresses(*values: Any) -> None:
 
 
 def _of_connector(
-    options: Mapping[str, Any], library: Library, planner: StorePlanner, config: ServerConfig
-) -> dict[str, Any]:
+    options: Given, library: Library, planner: StorePlanner, config: ServerConfig
+) -> Given:
     """Return the connector's configuration.
 
     With API keys, requests that name no namespace, which the front does not know, find nothing.
     """
     repair = options.get("repair")
-    own: dict[str, Any] = {
+    own: Given = {
         "mode": "blend",
         "kv_dir": library.kv_dir and str(library.kv_dir),
         "namespace": f"{library.namespace}/" if config.api_keys else library.namespace,
@@ -117,7 +118,7 @@ def _of_connector(
     return own
 
 
-def _of_vllm(options: Mapping[str, Any]) -> list[str]:
+def _of_vllm(options: Given) -> list[str]:
     """Return the options of vLLM that kvrag has, too."""
     return [
         "--dtype",

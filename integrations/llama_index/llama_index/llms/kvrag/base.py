@@ -29,7 +29,13 @@ from kvrag import (
 )
 from kvrag.adapters import PromptEncoder
 from llama_index.llms.kvrag.accounting import account_for_responses
-from llama_index.llms.kvrag.options import ALIASES, constructor_options, request_options, short_name
+from llama_index.llms.kvrag.options import (
+    ALIASES,
+    Options,
+    constructor_options,
+    request_options,
+    short_name,
+)
 from llama_index.llms.kvrag.prompts import (
     calls_tools,
     chat_prompt,
@@ -136,9 +142,7 @@ class KVRagLLM(ToolCallingLLM):
         """
         return self.open_engine(prefix=engine_prefix(self.prefix, self))
 
-    def _explained(
-        self, prompt: str | Sequence[ChatMessage], options: dict[str, Any]
-    ) -> Explanation:
+    def _explained(self, prompt: str | Sequence[ChatMessage], options: Options) -> Explanation:
         formatted = bool(options.pop("formatted"))
         if isinstance(prompt, str):
             engine, asked, given = self._of_prompt(prompt, formatted, options)
@@ -204,10 +208,10 @@ class KVRagLLM(ToolCallingLLM):
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def _defaults(self) -> dict[str, Any]:
+    def _defaults(self) -> Options:
         return request_options(self.request_options(), self.generate_kwargs)
 
-    def _request(self, overrides: dict[str, Any]) -> tuple[KVRagEngine, dict[str, Any]]:
+    def _request(self, overrides: Options) -> tuple[KVRagEngine, Options]:
         options = request_options(self._defaults(), overrides)
         if isinstance(options.get("tools"), (list, tuple)):
             options["tools"] = tool_dicts(options["tools"])
@@ -215,8 +219,8 @@ class KVRagLLM(ToolCallingLLM):
         return self.engine, options
 
     def _of_prompt(
-        self, prompt: str, formatted: bool, overrides: dict[str, Any]
-    ) -> tuple[KVRagEngine, Any, dict[str, Any]]:
+        self, prompt: str, formatted: bool, overrides: Options
+    ) -> tuple[KVRagEngine, Any, Options]:
         engine, options = self._request(overrides)
         return (
             engine,
@@ -225,8 +229,8 @@ class KVRagLLM(ToolCallingLLM):
         )
 
     def _of_chat(
-        self, messages: Sequence[ChatMessage], overrides: dict[str, Any]
-    ) -> tuple[KVRagEngine, Any, dict[str, Any]]:
+        self, messages: Sequence[ChatMessage], overrides: Options
+    ) -> tuple[KVRagEngine, Any, Options]:
         engine, options = self._request(overrides)
         continues = bool(options.get("continue_final_message"))
         shown = self.check_call(options).form.tools
@@ -299,12 +303,12 @@ class KVRagLLM(ToolCallingLLM):
         return AsyncResponseStream(engine.astream(text, **options), as_chat)
 
 
-def _encoder(engine: KVRagEngine, options: dict[str, Any]) -> PromptEncoder:
+def _encoder(engine: KVRagEngine, options: Options) -> PromptEncoder:
     """Return the encoder that renders the prompts of a call."""
     return engine.encoder.with_variables(options.get("chat_template_kwargs"))
 
 
-def _num_output(options: dict[str, Any], engine: KVRagEngine) -> int:
+def _num_output(options: Options, engine: KVRagEngine) -> int:
     """Return how many tokens LlamaIndex reserves for an answer when it packs nodes into a prompt.
 
     A longer answer may use the rest of the context window.

@@ -40,8 +40,11 @@ _REFUSED = {
 
 OWNER = "KVRagLLM"
 
+Options = dict[str, Any]
+"""Options by name."""
 
-def constructor_options(options: Mapping[str, Any], cls: type[EngineFields]) -> dict[str, Any]:
+
+def constructor_options(options: Mapping[str, Any], cls: type[EngineFields]) -> Options:
     """Return the options of a new LLM under their own names.
 
     Parameters
@@ -89,7 +92,7 @@ def constructor_options(options: Mapping[str, Any], cls: type[EngineFields]) -> 
     return out
 
 
-def _take_device(out: dict[str, Any]) -> None:
+def _take_device(out: Options) -> None:
     """Interpret ``device_map``: a device, a way to split the model, or transformers' own choice."""
     device_map = out.pop("device_map", None)
     if device_map is None or device_map == "auto":
@@ -104,7 +107,7 @@ def _take_device(out: dict[str, Any]) -> None:
         out["device"] = device_map
 
 
-def _take_store_config(out: dict[str, Any]) -> None:
+def _take_store_config(out: Options) -> None:
     """Take the store's config from ``model_kwargs``, which may hold it, too."""
     given = dict(out.get("model_kwargs") or {})
     if "store_config" in given:
@@ -114,7 +117,7 @@ def _take_store_config(out: dict[str, Any]) -> None:
         out["model_kwargs"] = given
 
 
-def portable(config: StoreConfig) -> dict[str, Any]:
+def portable(config: StoreConfig) -> Options:
     """Return the values of a store's config that differ from the default, for a serialised form.
 
     Raises
@@ -141,13 +144,13 @@ def portable(config: StoreConfig) -> dict[str, Any]:
     return given
 
 
-def request_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
+def request_options(*layers: Mapping[str, Any]) -> Options:
     """Merge the options of a request, later layers over earlier layers; ``None`` means "not given".
 
     ``do_sample`` of ``transformers`` becomes a temperature: 0 if it is false, 1 if it is true and
     no temperature was given.
     """
-    out: dict[str, Any] = {}
+    out: Options = {}
     for layer in layers:
         given = {name: value for name, value in _renamed(layer).items() if value is not None}
         is_sampling = given.pop("do_sample", None)
@@ -159,8 +162,8 @@ def request_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
+def _renamed(options: Mapping[str, Any]) -> Options:
+    out: Options = {}
     for name, value in options.items():
         target = ALIASES.get(name, name)
         if target in out and value is not None and out[target] is not None:

@@ -16,9 +16,10 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.tools import BaseTool
 from llama_index.core.types import PydanticProgramMode
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core.core_schema import DictSchema, FrozenSetSchema, ModelSchema, SetSchema
+from pydantic_core.core_schema import DictSchema, ModelSchema, SetSchema
 
 from kvrag import InputError
+from llama_index.llms.kvrag.options import Options
 from llama_index.llms.kvrag.prompts import tool_dicts
 from llama_index.llms.kvrag.serialised import SerialisedLLM
 
@@ -42,7 +43,7 @@ class ToolCallingLLM(SerialisedLLM):
         allow_parallel_tool_calls: bool = False,
         tool_required: bool = False,
         **kwargs: Any,
-    ) -> dict[str, Any]:
+    ) -> Options:
         messages = list(chat_history or ())
         if user_msg is not None:
             messages.append(ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg)
@@ -131,8 +132,8 @@ class ToolCallingLLM(SerialisedLLM):
         self,
         output_cls: type[BaseModel],
         prompt: BasePromptTemplate,
-        llm_kwargs: dict[str, Any] | None,
-    ) -> tuple[Any, dict[str, Any]]:
+        llm_kwargs: Options | None,
+    ) -> tuple[Any, Options]:
         """Return LlamaIndex's program and the LLM's options.
 
         The options hold the response format, unless the user chose a program.
@@ -175,11 +176,7 @@ class _Closed(GenerateJsonSchema):
         del made["uniqueItems"]
         return made
 
-    def frozenset_schema(self, schema: FrozenSetSchema) -> JsonSchemaValue:
-        """Allow duplicate items, as :meth:`set_schema` does."""
-        made = super().frozenset_schema(schema)
-        del made["uniqueItems"]
-        return made
+    frozenset_schema: Any = set_schema
 
 
 class _SchemaAtTheEnd(PydanticOutputParser[Any]):
