@@ -54,7 +54,7 @@ UNTYPED = {
     "vllm.lora.lora_model:LoRAModel": ("id", "loras"),
     "vllm.lora.model_manager:LRUCacheLoRAModelManager": (
         *("activate_adapter(number)", "set_adapter_mapping(mapping)", "list_adapters()"),
-        *("_last_mapping", "max_num_batched_tokens"),
+        "_last_mapping",
     ),
     "vllm.model_executor.layers.attention:Attention": (
         *("get_attn_backend()", "attn_backend", "impl", "kv_cache", "num_kv_heads", "head_size"),

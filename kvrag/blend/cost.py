@@ -381,7 +381,7 @@ def measured(lm: CausalLM) -> Costs:
 
     times = dict[int, float]()
     for rows in SIZES:
-        if rows * 2 > lm.reuse_window or rows > lm.most_rows:
+        if rows > lm.most_timed:
             break
         times[rows] = ms = taken(rows)
         # As long as rows take no time of their own, a slow model's forwards tell nothing of them.

@@ -62,6 +62,8 @@ class CausalLM:
         Whether its attention can't be replaced, and gets a mask instead.
     kv_bytes_per_token
         Bytes of KV per token over all layers, in the model's dtype.
+    most_timed
+        Most rows of the forwards that its costs are measured by.
     lock
         Lock of the model, which also batches the rows of all requests.
     records, recorded
@@ -76,8 +78,6 @@ class CausalLM:
     """
 
     refusal: None = None
-    most_rows = 2**31
-    """Most rows of a forward."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         check_supported(model.config)
@@ -85,8 +85,8 @@ class CausalLM:
         self.model = model
         self.text_model = text_model_of(model)
         self.config = text_config(model)
-        self.device: torch.device = model.device
-        self.dtype: torch.dtype = model.dtype
+        self.device = model.device
+        self.dtype = model.dtype
         self.vocab_size = int(self.config.vocab_size)
         self.context_window = context_window(self.config)
         self.reuse_window = min(
@@ -97,6 +97,7 @@ class CausalLM:
         self.records: bool | None = None
         self.recorded: Recordings | None = None
         self.find_traits()
+        self.most_timed = self.reuse_window // 2
         self.depth = len(self._attentions)
         self.num_layers = len(self.traits)
         self.shapes = [trait.shape for trait in self.traits]

@@ -83,6 +83,7 @@ class Device:
         lm = SimpleNamespace(
             device=torch.device("cpu" if self.is_cpu else "cuda"),
             vocab_size=100,
+            most_timed=self.window // 2,
             reuse_window=self.window,
             kv_bytes_per_token=self.kv_bytes,
             buffer=lambda *_, **__: None,

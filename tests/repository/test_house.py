@@ -62,7 +62,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_153,
+    "core": 155_162,
     "adapters": 6_352,
     "cli": 14_745,
     "evaluate": 7_073,
@@ -72,7 +72,7 @@ AREAS = {
     "ray": 4_837,
     "server": 18_711,
     "shared": 3_189,
-    "vllm": 16_623,
+    "vllm": 17_467,
 }
 """Most syntax nodes of each area. The core answers requests and stores chunks: ``kvrag/`` without the rooms that are areas."""
 DEEP_NAMES = {"langchain": 6, "llama_index": 8, "ray": 5, "server": 18, "shared": 8, "vllm": 15}

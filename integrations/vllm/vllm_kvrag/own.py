@@ -51,8 +51,6 @@ class VllmLM(EngineLM):
     def __init__(self, vllm_config: VllmConfig, held: Any) -> None:
         self._held = held
         self._manager = getattr(held, "lora_manager", None)
-        if self._manager is not None:
-            self.most_rows = self._manager.max_num_batched_tokens
         self.block_size = vllm_config.cache_config.block_size
         self.is_quantised = vllm_config.model_config.quantization is not None
         self._vllm_config = vllm_config
@@ -76,6 +74,8 @@ class VllmLM(EngineLM):
             ],
             config.max_model_len,
         )
+        if self._manager is not None:
+            self.most_timed = min(self.most_timed, self._most)
 
     def load(self, source: ModelSource) -> object:
         """Identify the model as a source's; engines use it while the result is in use."""
@@ -114,7 +114,7 @@ class VllmLM(EngineLM):
 
     def check(self, ids: torch.Tensor) -> None:
         """Raise ``torch.OutOfMemoryError`` for a batch of more rows than a step of vLLM's."""
-        if ids.numel() > (self._most if len(ids) > 1 else self.most_rows):
+        if ids.numel() > self._most and (len(ids) > 1 or self._manager is not None):
             # Of experts and adapters, scratch memories are no larger; and a step shouldn't wait
             # for more.
             raise torch.OutOfMemoryError("a batch of more rows than a step of vLLM's")
