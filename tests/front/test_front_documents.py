@@ -14,10 +14,10 @@ NEW = make_chunks(2, words=42, seed=9)
 
 def test_precompute_is_vllms_worker(http, engine, fake):
     documents = [{"id": "new", "text": NEW[0]}, {"text": NEW[1]}]
-    answer = http.post("/v1/kv/precompute", json={"documents": documents})
+    answer = http.post("/v1/kv/precompute?model=adapter", json={"documents": documents})
     assert answer.json() == {"stored": 2, "skipped": 0, "failed": []}
     sent = fake.last["body"]
-    assert (len(sent["prompt"]), sent["max_tokens"]) == (2, 1)
+    assert (sent["model"], len(sent["prompt"]), sent["max_tokens"]) == ("adapter", 2, 1)
     assert "new" in http.get("/v1/kv/documents").json()["data"]
     before = http.post("/v1/kv/explain", json={"messages": asking(NEW, 0)}).json()
     assert [s["hit"] for s in before["spans"] if s["kind"] == "chunk"] == [True]
