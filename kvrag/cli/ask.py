@@ -38,23 +38,6 @@ Context = Annotated[
     list[Path] | None,
     typer.Option("--context", "-c", help="Files or folders whose text stands before the question."),
 ]
-_PROMPT_FILE = typer.Option(
-    "--prompt-file", help="The whole prompt: text, or JSON messages; - is standard input."
-)
-_QUESTION = typer.Argument(
-    metavar="[MODEL] QUESTION", help="The model, and the question; or use --prompt-file."
-)
-_PROMPT = typer.Argument(
-    metavar="[MODEL] [PROMPT]",
-    help=(
-        "The model, and a file of the prompt, text or JSON messages; - is standard input. With "
-        "--context, the question."
-    ),
-)
-_PROMPTS = typer.Argument(
-    metavar="[MODEL] [PROMPTS...]",
-    help="The model, which is proven; or text or .jsonl files of prompts, too.",
-)
 
 
 @takes(engine=ENGINE, repair=REPAIR, sampling=SAMPLING)
@@ -63,9 +46,17 @@ def ask(
     repair: Given,
     sampling: Given,
     ctx: typer.Context,
-    words: Annotated[Words, _QUESTION] = None,
+    words: Annotated[
+        Words,
+        typer.Argument(
+            metavar="[MODEL] QUESTION", help="The model, and the question; or use --prompt-file."
+        ),
+    ] = None,
     context: Context = None,
-    prompt_file: Annotated[Path | None, _PROMPT_FILE] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help="The whole prompt: text, or JSON messages; - is standard input."),
+    ] = None,
     mode: ModeName = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -143,7 +134,14 @@ def explain(
     engine: EngineGroup,
     repair: Given,
     ctx: typer.Context,
-    words: Annotated[Words, _PROMPT] = None,
+    words: Annotated[
+        Words,
+        typer.Argument(
+            metavar="[MODEL] [PROMPT]",
+            help="The model, and a file of the prompt, text or JSON messages; - is standard input. "
+            "With --context, the question.",
+        ),
+    ] = None,
     context: Context = None,
     mode: ModeName = "auto",
     as_json: AsJson = False,
@@ -184,7 +182,13 @@ def verify(
     ctx: typer.Context,
     engine: EngineGroup,
     repair: Given,
-    words: Annotated[Words, _PROMPTS] = None,
+    words: Annotated[
+        Words,
+        typer.Argument(
+            metavar="[MODEL] [PROMPTS...]",
+            help="The model, which is proven; or text or .jsonl files of prompts, too.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Length of the greedy answers compared.")
     ] = 16,
