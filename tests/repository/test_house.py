@@ -66,7 +66,7 @@ AREAS = {
     "adapters": 6_352,
     "cli": 14_481,
     "evaluate": 7_073,
-    "testing": 4_278,
+    "testing": 4_228,
     "langchain": 15_646,
     "llama_index": 11_853,
     "ray": 4_972,
