@@ -62,7 +62,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_083,
+    "core": 155_066,
     "adapters": 6_352,
     "cli": 14_481,
     "evaluate": 7_073,
