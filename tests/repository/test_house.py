@@ -65,7 +65,7 @@ AREAS = {
     "core": 155_066,
     "adapters": 6_352,
     "cli": 14_481,
-    "evaluate": 7_073,
+    "evaluate": 7_053,
     "testing": 4_228,
     "langchain": 15_646,
     "llama_index": 11_853,
