@@ -66,7 +66,7 @@ def ask(
         raise InputError(
             "pass a model and a question, as in: kvrag ask MODEL 'Who?'; or --prompt-file"
         )
-    question = asked[0] if asked else None
+    question = asked[0] if asked else ""
     given = None if prompt_file is None else read_prompt(prompt_file)
     texts = list(read_documents(context).values()) if context else []
     SamplingConfig(**sampling)  # refused values are refused before the model loads
@@ -89,14 +89,14 @@ def ask(
 
 
 def _prompt_of(
-    question: str | None, texts: list[str], encoder: PromptEncoder, engine: EngineGroup
+    question: str, texts: list[str], encoder: PromptEncoder, engine: EngineGroup
 ) -> Prompt:
     """Put the context before the question.
 
     The prompt is messages if the model has a chat template and no prefix is given as text.
     """
     body: list[str | Chunk] = [part for text in texts for part in (*encoder.guarded(text), "\n\n")]
-    body.append(f"Question: {question}" if texts else str(question))
+    body.append(f"Question: {question}" if texts else question)
     prefix = engine.get("prefix")
     system = engine.get("system")
     if prefix is not None or not encoder.has_chat_template:
@@ -107,8 +107,8 @@ def _prompt_of(
     return messages
 
 
-def _accounting(result: GenerationResult) -> dict[str, object]:
-    rows: dict[str, object] = {
+def _accounting(result: GenerationResult) -> dict[str, str]:
+    rows = {
         "exactness": result.exactness,
         "prompt": (
             f"{result.prompt_tokens} tokens: {result.cached_tokens} reused, "
@@ -249,7 +249,7 @@ def _prove(model: str, engine: EngineGroup, *, as_json: bool) -> None:
         from kvrag.model.proof import prove
         from kvrag.model.source import ModelSource
     loaded = load(ModelSource(model, prove="off", **loading_options(engine)))
-    about: Given = {
+    about = {
         "model": model,
         "architecture": loaded.lm.model.config.get_text_config().model_type,
         "dtype": str(loaded.lm.dtype).removeprefix("torch."),

@@ -131,11 +131,11 @@ class EngineGroup(Given):
             is_first = bool(words) and _is_model(words[0])
         else:
             is_first = len(words) > most
-        if is_first and not words:
-            raise InputError(
-                f"pass a model, as in: kvrag {ctx.info_name} MODEL ...; or set KVRAG_MODEL"
-            )
         if is_first:
+            if not words:
+                raise InputError(
+                    f"pass a model, as in: kvrag {ctx.info_name} MODEL ...; or set KVRAG_MODEL"
+                )
             self["model"] = words.pop(0)
         if most is not None and len(words) > most:
             raise InputError(
@@ -185,9 +185,12 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
         @functools.wraps(command)
         def run(**options: Any) -> None:
             for group, parameters in groups.items():
-                found = {p.name: options.pop(p.name) for p in parameters}
                 options[group] = EngineGroup(
-                    {name: value for name, value in found.items() if value is not None}
+                    {
+                        p.name: value
+                        for p in parameters
+                        if (value := options.pop(p.name)) is not None
+                    }
                 )
             command(**options)
 
@@ -296,14 +299,14 @@ _MODEL = _option(
     envvar="KVRAG_MODEL",
     help="Hub id, directory, or .gguf file, where the first argument is none.",
 )
-ESTIMATE: Group = (_MODEL, *_STORED, *_RUN)
+ESTIMATE = (_MODEL, *_STORED, *_RUN)
 _CATALOG = _field(StoreConfig, "catalog", _ENGINE, env=True)
-ENGINE: Group = (*ESTIMATE, _CATALOG, *_PROMPTS)
-DEMO: Group = (_PROMPTS[-1], *_RUN)
-CALIBRATE: Group = (_MODEL, _STORED[1], *_RUN, *_PROMPTS[:2])
-EVALUATE: Group = (*CALIBRATE, *_PROMPTS[2:4])
+ENGINE = (*ESTIMATE, _CATALOG, *_PROMPTS)
+DEMO = (_PROMPTS[-1], *_RUN)
+CALIBRATE = (_MODEL, _STORED[1], *_RUN, *_PROMPTS[:2])
+EVALUATE = (*CALIBRATE, *_PROMPTS[2:4])
 Contexts = Annotated[Words, _CONTEXT]
-REPAIR: Group = (
+REPAIR = (
     _option(
         "named",
         Literal["auto", "fast", "careful"] | None,
@@ -317,15 +320,15 @@ REPAIR: Group = (
     ),
     *(_field(RepairConfig, name, _REPAIR) for name in ("strategy", "recompute_ratio")),
 )
-LIMITS: Group = tuple(
+LIMITS = tuple(
     _field(StoreConfig, name, _STORE, env=True)
     for name in ("shared", "disk_bytes", "min_free_bytes", "durability")
 )
-INDEX: Group = (
+INDEX = (
     _field(IndexOptions, "batch_size", _INDEX),
     _field(Retention, "priority", _INDEX),
 )
-SERVED: Group = (
+SERVED = (
     *LIMITS,
     _option(
         "history_bytes",
@@ -340,7 +343,7 @@ SERVED: Group = (
 )
 # A decorator of commands that serve an engine.
 serving = takes(engine=ENGINE, repair=REPAIR, limits=SERVED)
-SAMPLING: Group = tuple(
+SAMPLING = tuple(
     _field(SamplingConfig, name, "Answer") for name in ("max_new_tokens", "temperature")
 )
 
