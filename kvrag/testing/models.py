@@ -16,7 +16,7 @@ from transformers import (
 
 from kvrag.testing.tokenizers import VOCAB_SIZE, tiny_tokenizer
 
-_COMMON: dict[str, Any] = {
+_COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,

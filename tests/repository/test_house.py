@@ -62,11 +62,11 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_066,
+    "core": 155_038,
     "adapters": 6_352,
     "cli": 14_412,
     "evaluate": 7_053,
-    "testing": 4_228,
+    "testing": 4_206,
     "langchain": 15_646,
     "llama_index": 11_853,
     "ray": 4_972,
