@@ -49,25 +49,27 @@ class HookOptions(IndexOptions):
     ``"warn"``: warn instead; chunks without KV are prefilled with the prompt."""
 
 
+@options_class
+class _Ids:
+    ids: SkipValidation[Sequence[str] | None] = None
+    """Document ids, one per item; default: the items' own."""
+
+
 @config_class
-class ItemRequest(HookOptions):
+class ItemRequest(_Ids, HookOptions):
     """Items to compute and store the KV of, with their options."""
 
     items: Any
     """Texts, LangChain documents, LlamaIndex nodes or documents (in any iterable), a LangChain
     vector store, or a LlamaIndex index."""
-    ids: SkipValidation[Sequence[str] | None] = Field(default=None, kw_only=True)
-    """Document ids, one per item; default: the items' own."""
 
 
 @config_class
-class SyncRequest(IndexOptions):
+class SyncRequest(_Ids, IndexOptions):
     """All documents that should have KV, with their options."""
 
     live_items: Any
     """Documents as the items of :func:`precompute_kv`; each needs an id."""
-    ids: SkipValidation[Sequence[str] | None] = Field(default=None, kw_only=True)
-    """Document ids, one per item; default: the items' own."""
     content: Content | None = Field(default=None, kw_only=True)
     """Content as for :func:`precompute_kv`; default: the content that the documents were stored
     with, which a server does not tell."""

@@ -142,14 +142,14 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-_VERSION = typer.Option(
-    "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
-)
-
-
 @app.callback()
 def _options(
-    version: Annotated[bool, _VERSION] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks (also KVRAG_DEBUG=1).")
     ] = False,

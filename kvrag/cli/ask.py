@@ -38,23 +38,6 @@ Context = Annotated[
     list[Path] | None,
     typer.Option("--context", "-c", help="Files or folders whose text stands before the question."),
 ]
-_PROMPT_FILE = typer.Option(
-    "--prompt-file", help="The whole prompt: text, or JSON messages; - is standard input."
-)
-_QUESTION = typer.Argument(
-    metavar="[MODEL] QUESTION", help="The model, and the question; or use --prompt-file."
-)
-_PROMPT = typer.Argument(
-    metavar="[MODEL] [PROMPT]",
-    help=(
-        "The model, and a file of the prompt, text or JSON messages; - is standard input. With "
-        "--context, the question."
-    ),
-)
-_PROMPTS = typer.Argument(
-    metavar="[MODEL] [PROMPTS...]",
-    help="The model, which is proven; or text or .jsonl files of prompts, too.",
-)
 
 
 @takes(engine=ENGINE, repair=REPAIR, sampling=SAMPLING)
@@ -63,9 +46,17 @@ def ask(
     repair: Given,
     sampling: Given,
     ctx: typer.Context,
-    words: Annotated[Words, _QUESTION] = None,
+    words: Annotated[
+        Words,
+        typer.Argument(
+            metavar="[MODEL] QUESTION", help="The model, and the question; or use --prompt-file."
+        ),
+    ] = None,
     context: Context = None,
-    prompt_file: Annotated[Path | None, _PROMPT_FILE] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help="The whole prompt: text, or JSON messages; - is standard input."),
+    ] = None,
     mode: ModeName = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -75,7 +66,7 @@ def ask(
         raise InputError(
             "pass a model and a question, as in: kvrag ask MODEL 'Who?'; or --prompt-file"
         )
-    question = asked[0] if asked else None
+    question = asked[0] if asked else ""
     given = None if prompt_file is None else read_prompt(prompt_file)
     texts = list(read_documents(context).values()) if context else []
     SamplingConfig(**sampling)  # refused values are refused before the model loads
@@ -98,14 +89,14 @@ def ask(
 
 
 def _prompt_of(
-    question: str | None, texts: list[str], encoder: PromptEncoder, engine: EngineGroup
+    question: str, texts: list[str], encoder: PromptEncoder, engine: EngineGroup
 ) -> Prompt:
     """Put the context before the question.
 
     The prompt is messages if the model has a chat template and no prefix is given as text.
     """
     body: list[str | Chunk] = [part for text in texts for part in (*encoder.guarded(text), "\n\n")]
-    body.append(f"Question: {question}" if texts else str(question))
+    body.append(f"Question: {question}" if texts else question)
     prefix = engine.get("prefix")
     system = engine.get("system")
     if prefix is not None or not encoder.has_chat_template:
@@ -116,8 +107,8 @@ def _prompt_of(
     return messages
 
 
-def _accounting(result: GenerationResult) -> dict[str, object]:
-    rows: dict[str, object] = {
+def _accounting(result: GenerationResult) -> dict[str, str]:
+    rows = {
         "exactness": result.exactness,
         "prompt": (
             f"{result.prompt_tokens} tokens: {result.cached_tokens} reused, "
@@ -143,7 +134,14 @@ def explain(
     engine: EngineGroup,
     repair: Given,
     ctx: typer.Context,
-    words: Annotated[Words, _PROMPT] = None,
+    words: Annotated[
+        Words,
+        typer.Argument(
+            metavar="[MODEL] [PROMPT]",
+            help="The model, and a file of the prompt, text or JSON messages; - is standard input. "
+            "With --context, the question.",
+        ),
+    ] = None,
     context: Context = None,
     mode: ModeName = "auto",
     as_json: AsJson = False,
@@ -184,7 +182,13 @@ def verify(
     ctx: typer.Context,
     engine: EngineGroup,
     repair: Given,
-    words: Annotated[Words, _PROMPTS] = None,
+    words: Annotated[
+        Words,
+        typer.Argument(
+            metavar="[MODEL] [PROMPTS...]",
+            help="The model, which is proven; or text or .jsonl files of prompts, too.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Length of the greedy answers compared.")
     ] = 16,
@@ -245,7 +249,7 @@ def _prove(model: str, engine: EngineGroup, *, as_json: bool) -> None:
         from kvrag.model.proof import prove
         from kvrag.model.source import ModelSource
     loaded = load(ModelSource(model, prove="off", **loading_options(engine)))
-    about: Given = {
+    about = {
         "model": model,
         "architecture": loaded.lm.model.config.get_text_config().model_type,
         "dtype": str(loaded.lm.dtype).removeprefix("torch."),

@@ -6,6 +6,7 @@ Nothing is repaired: a chunk that fails verification is erased, and computed aga
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -112,12 +113,12 @@ def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
     if store.read_only:
         raise StoreError("the KV store is open for reading only; make its directory writable")
     catalog = store.catalog
-    found: dict[type[BlobRejected], set[ChunkKey]] = {OtherVersion: set(), Foreign: set()}
+    found = defaultdict[type[BlobRejected], set[ChunkKey]](set)
     for key in store.listed():
         try:
             store.reader.blob(key)
         except BlobRejected as fault:
-            found.get(type(fault), set()).add(key)
+            found[type(fault)].add(key)
     report = GcReport(other_versions=len(store.delete_blobs(found[OtherVersion])))
     if with_foreign:
         report.foreign = len(store.delete_blobs(found[Foreign]))

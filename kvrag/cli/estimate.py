@@ -26,22 +26,26 @@ from kvrag.progress import Progress
 
 _CHARS_PER_TOKEN = 4  # usual for English text; used where no tokenizer is at hand
 
-_MODEL = typer.Argument(
-    metavar="[MODEL]", help="Preset, hub id, directory, .gguf file; may be set by KVRAG_MODEL."
-)
-_CONFIG_ONLY = typer.Option("--config-only", help="Load no tokenizer and no weights.")
-_CORPUS = typer.Option("--corpus", help="Count these files or folders instead of --chunks.")
-
 
 @takes(engine=ESTIMATE)
 def estimate(
     engine: EngineGroup,
     ctx: typer.Context,
-    words: Annotated[Words, _MODEL] = None,
-    config_only: Annotated[bool, _CONFIG_ONLY] = False,
+    words: Annotated[
+        Words,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Preset, hub id, directory, .gguf file; may be set by KVRAG_MODEL.",
+        ),
+    ] = None,
+    config_only: Annotated[
+        bool, typer.Option("--config-only", help="Load no tokenizer and no weights.")
+    ] = False,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of the corpus.")] = 1000,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 250,
-    corpus: Annotated[list[Path] | None, _CORPUS] = None,
+    corpus: Annotated[
+        list[Path] | None, typer.Option(help="Count these files or folders instead of --chunks.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the size of KV per token and of a corpus."""
@@ -127,7 +131,7 @@ def shape_of(model: str) -> ModelShape:
             raise ModelError(
                 f"{str(path)!r} holds no readable config.json ({error}); check the path"
             ) from error
-    known = None if path.is_dir() or path.suffix == ".gguf" else preset(model)
+    known = None if path.is_dir() else preset(model)
     if known is not None:
         return known
     if path.suffix == ".gguf":

@@ -16,10 +16,6 @@ app = typer.Typer(
     no_args_is_help=True,
     help="The CUDA kernels: which path computes here, and building them ahead.",
 )
-_ARCH = typer.Option("--arch", help="As sm_90; may be repeated. Default: those of common GPUs.")
-_HEAD_DIM = typer.Option(
-    "--head-dim", help="As 128; may be repeated. Default: every supported one."
-)
 
 
 @app.command()
@@ -41,8 +37,14 @@ def info(as_json: AsJson = False) -> None:
 
 @app.command()
 def build(
-    arch: Annotated[list[str] | None, _ARCH] = None,
-    head_dim: Annotated[list[int] | None, _HEAD_DIM] = None,
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(help="As sm_90; may be repeated. Default: those of common GPUs."),
+    ] = None,
+    head_dim: Annotated[
+        list[int] | None,
+        typer.Option(help="As 128; may be repeated. Default: every supported one."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compile all kernels into the cache, as for an image: attention, probe, stitch. Needs no GPU.

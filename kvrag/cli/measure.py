@@ -40,32 +40,29 @@ if TYPE_CHECKING:
 _ANSWERS = "question|right answer|full prefill|reuse|>KL|result"
 # Numbers of rows are shares of the prompt's rows.
 _CANDIDATES = "candidate|>repaired|>mean KL (nats)|>top-1|>lost|>computed"
-_MODEL = typer.Argument(
-    metavar="[MODEL]", help="Hub id, directory, or .gguf file; may be set by KVRAG_MODEL."
-)
-_CORPUS = typer.Option(
-    "--corpus", help="Text files or folders; default: the example documents of a checkout."
-)
-Model = Annotated[Words, _MODEL]
-Corpus = Annotated[list[Path] | None, _CORPUS]
+Model = Annotated[
+    Words,
+    typer.Argument(
+        metavar="[MODEL]", help="Hub id, directory, or .gguf file; may be set by KVRAG_MODEL."
+    ),
+]
+Corpus = Annotated[
+    list[Path] | None,
+    typer.Option(help="Text files or folders; default: the example documents of a checkout."),
+]
 Chunks = Annotated[int, typer.Option(min=1, help="Chunks per prompt: as many as you retrieve.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the prompts.")]
-_MIN_TOP1 = typer.Option(min=0, max=1, help="Smallest share of equal most likely tokens.")
 _QUESTIONS = typer.Option(
-    "--questions",
     help=(
         'JSON lines: {"question": ..., "answers": [...]}, and "chunks": [...] if you have '
         "retrieved them."
     ),
 )
-_HTML = typer.Option(
-    "--html", help="Write a page with the figures and all answers to this file, too."
-)
-_KEEP = "Keep the result as the default; --no-keep: only measure. Keeping takes 12 prompts or more."
-_MISSED = "the target was MISSED; this setting has the least KL"
 _COUNT = typer.Option(
     min=2, help="Facts to plant in chunks and to ask for, where there are no --questions."
 )
+_KEEP = "Keep the result as the default; --no-keep: only measure. Keeping takes 12 prompts or more."
+_MISSED = "the target was MISSED; this setting has the least KL"
 
 
 @takes(engine=EVALUATE, repair=REPAIR)
@@ -76,7 +73,10 @@ def evaluate(
     words: Model = None,
     corpus: Corpus = None,
     questions: Annotated[Path | None, _QUESTIONS] = None,
-    html: Annotated[Path | None, _HTML] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a page with the figures and all answers to this file, too."),
+    ] = None,
     count: Annotated[int, _COUNT] = 30,
     chunks: Chunks = 6,
     chunk_tokens: ChunkTokens = 250,
@@ -195,7 +195,9 @@ def calibrate(
     target_kl: Annotated[
         float, typer.Option(min=0, help="Largest mean KL per answer token, in nats.")
     ] = 0.02,
-    min_top1: Annotated[float, _MIN_TOP1] = 0.97,
+    min_top1: Annotated[
+        float, typer.Option(min=0, max=1, help="Smallest share of equal most likely tokens.")
+    ] = 0.97,
     prompts: Annotated[int, typer.Option(min=2, help="Prompts to make of the corpus.")] = 24,
     chunks: Chunks = 6,
     chunk_tokens: ChunkTokens = 250,

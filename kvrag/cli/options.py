@@ -15,7 +15,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -64,35 +64,11 @@ _INDEX = "Indexing"
 _STORE = "Limits of the store (those of your application)"
 
 _of_engine = functools.partial(typer.Option, rich_help_panel=_ENGINE)
-_MODEL = _of_engine(
-    "--model",
-    "-m",
-    envvar="KVRAG_MODEL",
-    help="Hub id, directory, or .gguf file, where the first argument is none.",
-)
-_PREFIX = _of_engine("--prefix", help="Text before the first chunk of your prompts, as rendered.")
-_SYSTEM = _of_engine("--system", help="System message of your chat prompts; instead of --prefix.")
 _CONTEXT = _of_engine(
-    "--chunk-context",
     help=(
         "Text that chunks are encoded behind: default (250 tokens of passages), default:1000, "
         "none, or a text of your own."
     ),
-)
-_VARIABLES = _of_engine(
-    "--chat-template-kwargs",
-    metavar="JSON",
-    help='Variables for the chat template, as {"enable_thinking": false}.',
-)
-_DTYPE = _of_engine("--dtype", help="auto (float32 on a CPU), float32, bfloat16 or float16.")
-_DEVICE = _of_engine("--device", help="cpu or cuda; default: CUDA if there is one.")
-_NAMED = typer.Option(
-    "--repair",
-    help=(
-        "auto (as calibrated for the model, else the default), fast (loses many facts) or careful."
-    ),
-    envvar="KVRAG_REPAIR",
-    rich_help_panel=_REPAIR,
 )
 
 
@@ -102,24 +78,24 @@ def _checked_mode(mode: str) -> str:
     return mode
 
 
-_MODE = typer.Option(
-    callback=_checked_mode,
-    help="auto, full (no reuse), prefix (exact reuse only) or stitch.",
-    rich_help_panel=_REPAIR,
-)
-
-_KV_DIR = _of_engine(
-    "--kv-dir",
-    envvar="KVRAG_KV_DIR",
-    parser=address,
-    metavar="PATH",
-    help="Directory of the KV store, or a shared one's address.",
-)
-KVDir = Annotated[str, _KV_DIR]
-Namespace = Annotated[
-    str, _of_engine("--namespace", help="Chunks of one namespace are never found from another.")
+KVDir = Annotated[
+    str,
+    _of_engine(
+        envvar="KVRAG_KV_DIR",
+        parser=address,
+        metavar="PATH",
+        help="Directory of the KV store, or a shared one's address.",
+    ),
 ]
-ModeName = Annotated[str, _MODE]
+Namespace = Annotated[str, _of_engine(help="Chunks of one namespace are never found from another.")]
+ModeName = Annotated[
+    str,
+    typer.Option(
+        callback=_checked_mode,
+        help="auto, full (no reuse), prefix (exact reuse only) or stitch.",
+        rich_help_panel=_REPAIR,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
 
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Size of a chunk aimed for, in tokens.")]
@@ -155,11 +131,11 @@ class EngineGroup(Given):
             is_first = bool(words) and _is_model(words[0])
         else:
             is_first = len(words) > most
-        if is_first and not words:
-            raise InputError(
-                f"pass a model, as in: kvrag {ctx.info_name} MODEL ...; or set KVRAG_MODEL"
-            )
         if is_first:
+            if not words:
+                raise InputError(
+                    f"pass a model, as in: kvrag {ctx.info_name} MODEL ...; or set KVRAG_MODEL"
+                )
             self["model"] = words.pop(0)
         if most is not None and len(words) > most:
             raise InputError(
@@ -209,9 +185,12 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
         @functools.wraps(command)
         def run(**options: Any) -> None:
             for group, parameters in groups.items():
-                found = {p.name: options.pop(p.name) for p in parameters}
                 options[group] = EngineGroup(
-                    {name: value for name, value in found.items() if value is not None}
+                    {
+                        p.name: value
+                        for p in parameters
+                        if (value := options.pop(p.name)) is not None
+                    }
                 )
             command(**options)
 
@@ -243,19 +222,32 @@ ALIASES = {"recompute_ratio": ("ratio",), "max_new_tokens": ("max_tokens",)}
 """Other names of options."""
 
 
-def _option(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+def _parameter(name: str, annotation: Any, default: object) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
     )
 
 
+def _option(
+    name: str,
+    kind: Any,
+    default: object = None,
+    *,
+    flags: Iterable[str] = (),
+    panel: str = _ENGINE,
+    **form: Any,
+) -> inspect.Parameter:
+    """Make an option; without ``flags``, its flag is its name."""
+    option = typer.Option(*flags, rich_help_panel=panel, **form)
+    return _parameter(name, Annotated[kind, option], default)
+
+
 def _field(config: type, name: str, panel: str, *, env: bool = False) -> inspect.Parameter:
     """Make an option from a config's field; if it is not given, the config's default holds."""
     hint, field = option_field(config, name)
+    kind = hint
     if NoneType in get_args(hint):
-        kind = next((part for part in get_args(hint) if part is not NoneType), hint)
-    else:
-        kind = hint
+        kind = get_args(hint)[0]
     summary = (
         " ".join(str(field.description).replace("``", "").split()).partition(". ")[0].rstrip(".")
     )
@@ -267,63 +259,91 @@ def _field(config: type, name: str, panel: str, *, env: bool = False) -> inspect
     elif kind is int:
         form["min"] = 0
         form["max"] = next((each.le for each in field.metadata if hasattr(each, "le")), None)
-    option = typer.Option(
-        *(f"--{each.replace('_', '-')}" for each in (name, *ALIASES.get(name, ()))),
-        help=f"{summary}.",
-        show_default=str(field.default) if field.default is not None else False,
-        rich_help_panel=panel,
-        **form,
-    )
     if get_origin(kind) is Literal:
         kind = str
-    return _option(name, Annotated[kind | None, option])
+    return _option(
+        name,
+        kind | None,
+        flags=[f"--{each.replace('_', '-')}" for each in (name, *ALIASES.get(name, ()))],
+        panel=panel,
+        help=f"{summary}.",
+        show_default=str(field.default) if field.default is not None else False,
+        **form,
+    )
 
 
 _STORED = (
-    _option("kv_dir", KVDir, DEFAULT_KV_DIR),
+    _parameter("kv_dir", KVDir, DEFAULT_KV_DIR),
     _field(StoreConfig, "kv_dtype", _ENGINE, env=True),
 )
 _RUN = (
-    _option("dtype", Annotated[str, _DTYPE], "auto"),
-    _option("device", Annotated[str | None, _DEVICE]),
+    _option("dtype", str, "auto", help="auto (float32 on a CPU), float32, bfloat16 or float16."),
+    _option("device", str | None, help="cpu or cuda; default: CUDA if there is one."),
 )
 _PROMPTS = (
-    _option("prefix", Annotated[str | None, _PREFIX]),
-    _option("system", Annotated[str | None, _SYSTEM]),
-    _option("chunk_context", Annotated[str, _CONTEXT], "default"),
-    _option("chat_template_kwargs", Annotated[str | None, _VARIABLES]),
-    _option("namespace", Namespace, "default"),
+    _option("prefix", str | None, help="Text before the first chunk of your prompts, as rendered."),
+    _option("system", str | None, help="System message of your chat prompts; instead of --prefix."),
+    _parameter("chunk_context", Annotated[str, _CONTEXT], "default"),
+    _option(
+        "chat_template_kwargs",
+        str | None,
+        metavar="JSON",
+        help='Variables for the chat template, as {"enable_thinking": false}.',
+    ),
+    _parameter("namespace", Namespace, "default"),
 )
-ESTIMATE: Group = (_option("model", Annotated[str | None, _MODEL]), *_STORED, *_RUN)
+_MODEL = _option(
+    "model",
+    str | None,
+    flags=("--model", "-m"),
+    envvar="KVRAG_MODEL",
+    help="Hub id, directory, or .gguf file, where the first argument is none.",
+)
+ESTIMATE = (_MODEL, *_STORED, *_RUN)
 _CATALOG = _field(StoreConfig, "catalog", _ENGINE, env=True)
-ENGINE: Group = (*ESTIMATE, _CATALOG, *_PROMPTS)
-DEMO: Group = (_PROMPTS[-1], *_RUN)
-CALIBRATE: Group = (ESTIMATE[0], _STORED[1], *_RUN, *_PROMPTS[:2])
-EVALUATE: Group = (*CALIBRATE, *_PROMPTS[2:4])
+ENGINE = (*ESTIMATE, _CATALOG, *_PROMPTS)
+DEMO = (_PROMPTS[-1], *_RUN)
+CALIBRATE = (_MODEL, _STORED[1], *_RUN, *_PROMPTS[:2])
+EVALUATE = (*CALIBRATE, *_PROMPTS[2:4])
 Contexts = Annotated[Words, _CONTEXT]
-REPAIR: Group = (
-    _option("named", Annotated[Literal["auto", "fast", "careful"] | None, _NAMED]),
+REPAIR = (
+    _option(
+        "named",
+        Literal["auto", "fast", "careful"] | None,
+        flags=("--repair",),
+        help=(
+            "auto (as calibrated for the model, else the default), fast (loses many facts) or "
+            "careful."
+        ),
+        envvar="KVRAG_REPAIR",
+        panel=_REPAIR,
+    ),
     *(_field(RepairConfig, name, _REPAIR) for name in ("strategy", "recompute_ratio")),
 )
-LIMITS: Group = tuple(
+LIMITS = tuple(
     _field(StoreConfig, name, _STORE, env=True)
     for name in ("shared", "disk_bytes", "min_free_bytes", "durability")
 )
-INDEX: Group = (
+INDEX = (
     _field(IndexOptions, "batch_size", _INDEX),
     _field(Retention, "priority", _INDEX),
 )
-_HISTORY = typer.Option(
-    parser=parse_bytes,
-    metavar="SIZE",
-    envvar="KVRAG_HISTORY_BYTES",
-    help="Budget for finished requests' KV, from which a chat's next turn continues; 0: none.",
-    rich_help_panel=_STORE,
+SERVED = (
+    *LIMITS,
+    _option(
+        "history_bytes",
+        int,
+        "1GiB",
+        parser=parse_bytes,
+        metavar="SIZE",
+        envvar="KVRAG_HISTORY_BYTES",
+        help="Budget for finished requests' KV, from which a chat's next turn continues; 0: none.",
+        panel=_STORE,
+    ),
 )
-SERVED: Group = (*LIMITS, _option("history_bytes", Annotated[int, _HISTORY], "1GiB"))
 # A decorator of commands that serve an engine.
 serving = takes(engine=ENGINE, repair=REPAIR, limits=SERVED)
-SAMPLING: Group = tuple(
+SAMPLING = tuple(
     _field(SamplingConfig, name, "Answer") for name in ("max_new_tokens", "temperature")
 )
 
@@ -370,14 +390,13 @@ def store_options(kv_dir: str) -> Given:
 
 def loading_options(engine: Given) -> Given:
     """Return the options of an engine that say how its model is loaded."""
-    names = {parameter.name for parameter in _RUN}
-    return {name: value for name, value in engine.items() if name in names}
+    return {each.name: engine[each.name] for each in _RUN if each.name in engine}
 
 
 def _repair(given: Given) -> RepairConfig | None:
     """Return the named repair, changed by the other options."""
-    changes = {name: value for name, value in given.items() if name != "named"}
-    named = as_config(RepairConfig, given.get("named"), option="--repair")
+    changes = dict(given)
+    named = as_config(RepairConfig, changes.pop("named", None), option="--repair")
     if changes:
         return replace(named or RepairConfig(), **changes)
     return named

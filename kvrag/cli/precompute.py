@@ -28,23 +28,7 @@ from kvrag.config import IndexOptions, Retention
 from kvrag.errors import ConfigError, InputError
 from kvrag.evaluate.estimate import human_bytes
 
-_PATHS = typer.Argument(
-    metavar="[MODEL] PATHS...", help="The model, and text or markdown files, or folders of them."
-)
 _ON_RAY = "With Ray"
-_RAY = typer.Option(
-    "--ray",
-    help=(
-        "Share the work among the machines of the Ray cluster RAY_ADDRESS, or of one started here."
-    ),
-    rich_help_panel=_ON_RAY,
-)
-_WORKERS = typer.Option(
-    min=1, help="Processes; default: one for each GPU, or core.", rich_help_panel=_ON_RAY
-)
-_REPORT = typer.Option(
-    help="Parquet file for the report: a row for each batch.", rich_help_panel=_ON_RAY
-)
 
 
 @takes(index=INDEX, engine=ENGINE, limits=LIMITS)
@@ -53,11 +37,35 @@ def precompute(
     engine: EngineGroup,
     limits: Given,
     ctx: typer.Context,
-    words: Annotated[Words, _PATHS] = None,
+    words: Annotated[
+        Words,
+        typer.Argument(
+            metavar="[MODEL] PATHS...",
+            help="The model, and text or markdown files, or folders of them.",
+        ),
+    ] = None,
     chunk_tokens: ChunkTokens = 250,
-    ray: Annotated[bool, _RAY] = False,
-    workers: Annotated[int | None, _WORKERS] = None,
-    report: Annotated[Path | None, _REPORT] = None,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray",
+            help="Share the work among the machines of the Ray cluster RAY_ADDRESS, or of one "
+            "started here.",
+            rich_help_panel=_ON_RAY,
+        ),
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes; default: one for each GPU, or core.", rich_help_panel=_ON_RAY
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="Parquet file for the report: a row for each batch.", rich_help_panel=_ON_RAY
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Split files into chunks and store their KV; after an interruption, run it again to go on."""

@@ -37,34 +37,7 @@ from kvrag.evaluate.estimate import human_bytes
 if TYPE_CHECKING:
     from kvrag.store import TieredStore
 
-Documents = Annotated[Words, typer.Option("--document", help="Id of a document; may be repeated.")]
-_COLLECTION = typer.Option(help="All documents whose ids begin with NAME/; may be repeated.")
-_ALL = typer.Option(
-    "--all", help="Everything of every namespace, or of --namespace if that is given."
-)
-_DISK_BYTES = typer.Option(
-    parser=parse_bytes,
-    metavar="SIZE",
-    help="Remove chunks, the least useful first, until the store is no larger than this.",
-)
-_FOREIGN = typer.Option(
-    "--foreign",
-    help="Remove files of other encryption keys too, even if another store uses them; where a key "
-    "is set, also files without one.",
-)
-_SAMPLE = typer.Option(
-    metavar="N/T", help="Read every byte of one of T parts: 1/30 today, 2/30 tomorrow."
-)
-_TARGET = typer.Argument(help="Directory of the copy: a store by itself, made if absent.")
-_SOURCE = typer.Argument(
-    help="Directory of a store, such as kvrag export makes; it is not changed."
-)
-_PLAIN_COPY = typer.Option(
-    "--plain", help="Write the copy without the key of the environment; of --namespace alone."
-)
-_PLAIN_SOURCE = typer.Option(
-    "--plain", help="The source was written without a key; imports --namespace alone."
-)
+Documents = Annotated[Words, typer.Option(help="Id of a document; may be repeated.")]
 
 # What a check finds and does, and what to do next.
 _FINDS = {
@@ -251,7 +224,12 @@ def fsck(
     verify_data: Annotated[
         bool, typer.Option("--verify-data", help="Read every byte of every chunk.")
     ] = False,
-    sample: Annotated[str, _SAMPLE] = "",
+    sample: Annotated[
+        str,
+        typer.Option(
+            metavar="N/T", help="Read every byte of one of T parts: 1/30 today, 2/30 tomorrow."
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Look for damaged chunks, and remove them; prompts that need them compute them again.
@@ -280,8 +258,22 @@ def fsck(
 
 def gc(
     kv_dir: KVDir = DEFAULT_KV_DIR,
-    disk_bytes: Annotated[int | None, _DISK_BYTES] = None,
-    foreign: Annotated[bool, _FOREIGN] = False,
+    disk_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_bytes,
+            metavar="SIZE",
+            help="Remove chunks, the least useful first, until the store is no larger than this.",
+        ),
+    ] = None,
+    foreign: Annotated[
+        bool,
+        typer.Option(
+            "--foreign",
+            help="Remove files of other encryption keys too, even if another store uses them; "
+            "where a key is set, also files without one.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove files that no prompt can use any more, and chunks beyond --disk-bytes.
@@ -310,8 +302,15 @@ def gc(
 def rm(
     context: typer.Context,
     document: Documents = None,
-    collection: Annotated[Words, _COLLECTION] = None,
-    everything: Annotated[bool, _ALL] = False,
+    collection: Annotated[
+        Words, typer.Option(help="All documents whose ids begin with NAME/; may be repeated.")
+    ] = None,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Everything of every namespace, or of --namespace if that is given."
+        ),
+    ] = False,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Don't ask whether --all is meant.")
     ] = False,
@@ -379,11 +378,19 @@ def _rm_all(kv_dir: str, namespace: str | None, *, yes: bool, as_json: bool) -> 
 
 
 def export(
-    target: Annotated[Path, _TARGET],
+    target: Annotated[
+        Path, typer.Argument(help="Directory of the copy: a store by itself, made if absent.")
+    ],
     kv_dir: KVDir = DEFAULT_KV_DIR,
     document: Documents = None,
     namespace: Namespace = "default",
-    plain: Annotated[bool, _PLAIN_COPY] = False,
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain",
+            help="Write the copy without the key of the environment; of --namespace alone.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Copy all chunks, or the chunks of some documents; every byte is verified.
@@ -415,10 +422,18 @@ def export(
 @takes(limits=LIMITS)
 def import_(
     limits: Given,
-    source: Annotated[Path, _SOURCE],
+    source: Annotated[
+        Path,
+        typer.Argument(help="Directory of a store, such as kvrag export makes; it is not changed."),
+    ],
     kv_dir: KVDir = DEFAULT_KV_DIR,
     namespace: Namespace = "default",
-    plain: Annotated[bool, _PLAIN_SOURCE] = False,
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain", help="The source was written without a key; imports --namespace alone."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Import the chunks of another store.

@@ -126,7 +126,7 @@ def fault_of(cls: Any, error: ValidationError, given: Mapping[str, Any]) -> Conf
     _, fault, demand = first_fault(error.errors(include_url=False), given)
     declared = cls.__pydantic_fields__
     known = [*declared]
-    where: Any = (*fault["loc"], "")[0]
+    where = (*fault["loc"], "")[0]
     name = str(dict(enumerate(known)).get(where, where))  # a positional value has its index
     owner = _declaring(cls, name).__name__
     # A private class stands for a function or a component, whose option has the same name.

@@ -303,12 +303,11 @@ class RepairConfig:
 
 # Names that ``repair`` may have instead of a config. ``auto``: the result of
 # :meth:`kvrag.KVRagEngine.calibrate`, else the default.
-REPAIRS = {
+NAMED[RepairConfig] = {
     "auto": None,
     "fast": RepairConfig.fast(),
     "careful": RepairConfig.careful(),
 }
-NAMED[RepairConfig] = REPAIRS
 Repair = RepairConfig | Mapping[str, Any] | Literal["auto", "fast", "careful"] | None
 
 

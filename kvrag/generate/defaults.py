@@ -39,18 +39,18 @@ logger = logging.getLogger(__name__)
 
 # Options of a generation config that would change an answer and are not followed, with their
 # neutral values besides ``None``: a single answer is decoded, by a forward per token.
-NOT_DONE: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "diversity_penalty": (0.0,),
-    "constraints": (),
-    "force_words_ids": (),
-    "penalty_alpha": (0.0,),
-    "dola_layers": (),
-    "guidance_scale": (1, 1.0),
-    "token_healing": (False,),
-    "num_return_sequences": (1,),
-    "max_time": (),
+NOT_DONE = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+    "constraints": None,
+    "force_words_ids": None,
+    "penalty_alpha": 0.0,
+    "dola_layers": None,
+    "guidance_scale": 1.0,
+    "token_healing": False,
+    "num_return_sequences": 1,
+    "max_time": None,
 }
 
 _ANSWER = "The probe's answer."
@@ -164,7 +164,7 @@ def _warn_of_what_is_not_done(model: PreTrainedModel) -> None:
     told = RUNTIME.of(model, _Warned)
     for name, neutral in NOT_DONE.items():
         value = getattr(model.generation_config, name, None)
-        if value is not None and value not in neutral and name not in told:
+        if value not in (None, neutral) and name not in told:
             told.add(name)
             logger.warning(
                 "the generation config of this model says %s=%r, which is not followed: "

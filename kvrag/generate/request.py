@@ -163,7 +163,7 @@ class EngineStats:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._totals: Counter[str] = Counter()
+        self._totals = Counter[str]()
         self.watch = Watch()
 
     def count(self, result: Counted) -> Counted:

@@ -216,8 +216,8 @@ class Scheduler:
                 self._changed.notify_all()
 
 
-_schedulers: dict[torch.device, Scheduler] = {}
-_weights: WeakKeyDictionary[PreTrainedModel, tuple[torch.device, int]] = WeakKeyDictionary()
+_schedulers = dict[torch.device, Scheduler]()
+_weights = WeakKeyDictionary[PreTrainedModel, tuple[torch.device, int]]()
 _guard = threading.RLock()
 
 

@@ -17,8 +17,13 @@ from kvrag.errors import require
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 # Enforced keywords that hold schemas: by name, or a single schema or a list.
 _PARTS = (
-    *("items", "prefixItems", "additionalItems", "additionalProperties"),
-    *("allOf", "anyOf", "oneOf"),
+    "items",
+    "prefixItems",
+    "additionalItems",
+    "additionalProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
 )
 
 # Formats that any string satisfies.

@@ -75,7 +75,7 @@ class TokenStream(_Stream, Iterator[str]):
 
     def __init__(self, produce: Produce) -> None:
         super().__init__()
-        self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._queue = queue.SimpleQueue[Item]()
         _start(produce, self._queue.put, self._cancel)
 
     def __next__(self) -> str:

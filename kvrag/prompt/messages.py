@@ -174,8 +174,10 @@ def _part_text(part: object, hold: Hold) -> str:
         return _held(part, hold)
     if part is None:
         return ""
-    kind = (part.get("type") or "text") if isinstance(part, Mapping) else type(part).__name__
-    if isinstance(part, Mapping) and kind in (*_CONTENT, "refusal"):
+    if not isinstance(part, Mapping):
+        raise _unshowable(type(part).__name__)
+    kind = part.get("type") or "text"
+    if kind in (*_CONTENT, "refusal"):
         field = "refusal" if kind == "refusal" else "text"
         says_nothing = not any([value for name, value in part.items() if name not in _BESIDE_TEXT])
         text = "" if says_nothing else part.get(field)
@@ -185,7 +187,7 @@ def _part_text(part: object, hold: Hold) -> str:
             f"the {field!r} of a content part of type {kind!r} is {describe(part.get(field))}; "
             "pass a string"
         )
-    if isinstance(part, Mapping) and isinstance(kind, str):
+    if isinstance(kind, str):
         if kind == "non_standard":
             return _part_text(part.get("value"), hold)
         is_unshown = _is_unshown(kind)

@@ -151,8 +151,8 @@ _CALL = {
     "id": "probe0001",
     "function": {"name": "probe_call", "arguments": {"key": "probe_value"}},
 }
-_ASKED: tuple[Message, ...] = ({"role": "user", "content": "probe"},)
-_CALLED: tuple[Message, ...] = (
+_ASKED = ({"role": "user", "content": "probe"},)
+_CALLED = (
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
     {
         "role": "tool",

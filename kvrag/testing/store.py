@@ -37,7 +37,7 @@ KEYS = [chunk_key(make_identity(number)) for number in range(4)]
 class BlobsContract:
     """Contract of :class:`~kvrag.store.Blobs`."""
 
-    has_other: bool = True
+    has_other = True
     """Whether a second handle on the directory sees the first handle's blobs."""
 
     def make_blobs(self, directory: Path) -> Blobs:
@@ -107,8 +107,8 @@ class BlobsContract:
 class StoreContract:
     """Contract of :class:`~kvrag.store.TieredStore`."""
 
-    dtype: torch.dtype = torch.float32
-    has_other: bool = True
+    dtype = torch.float32
+    has_other = True
     """Whether a second handle on the directory sees the first handle's chunks."""
 
     def make_store(self, directory: Path) -> TieredStore:
@@ -204,9 +204,7 @@ class StoreContract:
 
         with ThreadPoolExecutor(4) as pool:
             assert all(pool.map(work, range(4)))
-        assert sorted(store.catalog.keys()) == sorted(
-            chunk_key(identity) for identity in identities
-        )
+        assert sorted(store.catalog.keys()) == sorted(map(chunk_key, identities))
         assert len(store.catalog.texts(NAMESPACE, 0)[0]) == len(identities)
 
     # -- erasing -----------------------------------------------------------------------------------

@@ -62,11 +62,11 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_162,
+    "core": 155_038,
     "adapters": 6_352,
-    "cli": 14_745,
-    "evaluate": 7_073,
-    "testing": 4_278,
+    "cli": 14_412,
+    "evaluate": 7_053,
+    "testing": 4_206,
     "langchain": 15_466,
     "llama_index": 11_679,
     "ray": 4_837,
@@ -131,7 +131,6 @@ LARGER_ROOMS: dict[str, int] = {
 KNOWN: dict[str, dict[str, float] | set[str]] = {
     "large files": {
         "kvrag/blend/cost.py": 2_940,
-        "kvrag/cli/store.py": 2_690,
         "kvrag/engine.py": 3_300,
         "kvrag/kv/layers.py": 3_026,
         "kvrag/model/proof.py": 3_210,
