@@ -45,6 +45,13 @@ _LONGROPE = {
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_FALCON = {
+    "model_type": "falcon",
+    "head_dim": None,
+    "new_decoder_architecture": False,
+    "multi_query": True,
+    "alibi": False,
+}
 _ROUTED_EXPERTS = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
@@ -72,7 +79,6 @@ _WINDOW = {"use_sliding_window": True, "sliding_window": 48, "max_window_layers"
 _CAPPED = {"sliding_window": 48, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 16}
 _LAST_FULL = ["sliding_attention"] * 3 + ["full_attention"]
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-_SLIDING = {"sliding_window": 48, "layer_types": _ALTERNATING}
 # Two of six layers keep no KV: the first of them reads layer 2, the other layer 3.
 _SHARED = {
     "layer_types": [*_ALTERNATING, "sliding_attention", "full_attention"],
@@ -121,7 +127,8 @@ _MROPE = {
     }
 }
 _GEMMA3 = {
-    **_SLIDING,
+    "sliding_window": 48,
+    "layer_types": _ALTERNATING,
     "query_pre_attn_scalar": 16,
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -141,8 +148,9 @@ _LLAMA4 = {
 TINY: dict[str, dict[str, Any]] = {
     # Llama and its near relatives
     "llama": {},
-    "llama-linear": {"rope_parameters": _LINEAR},
+    "llama-linear": {"model_type": "llama", "rope_parameters": _LINEAR},
     "llama-llama3-rope": {
+        "model_type": "llama",
         "rope_parameters": {
             "rope_type": "llama3",
             "factor": 8.0,
@@ -152,16 +160,16 @@ TINY: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 512,
         },
     },
-    "llama-yarn": {"rope_parameters": _YARN},
+    "llama-yarn": {"model_type": "llama", "rope_parameters": _YARN},
     "mistral": {"sliding_window": 48},
-    "ministral": _SLIDING,
+    "ministral": {"sliding_window": 48, "layer_types": _ALTERNATING},
     "ministral3": {
         "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.5, "max_position_embeddings": 4096}
     },
     "qwen2": {},
-    "qwen2-linear": {"rope_parameters": _LINEAR},
-    "qwen2-yarn": {"rope_parameters": _YARN},
-    "qwen2-window": _WINDOW,
+    "qwen2-linear": {"model_type": "qwen2", "rope_parameters": _LINEAR},
+    "qwen2-yarn": {"model_type": "qwen2", "rope_parameters": _YARN},
+    "qwen2-window": {"model_type": "qwen2", **_WINDOW},
     "qwen3": {},
     "gemma": {},
     "gemma2": {**_CAPPED, "final_logit_softcapping": 30.0},
@@ -191,7 +199,7 @@ TINY: dict[str, dict[str, Any]] = {
     "vaultgemma": _CAPPED,
     "olmo": {"clip_qkv": 0.5},
     "olmo2": {},
-    "olmo3": _SLIDING,
+    "olmo3": {"sliding_window": 48, "layer_types": _ALTERNATING},
     "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5},
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
     "starcoder2": {"sliding_window": 48},
@@ -199,7 +207,7 @@ TINY: dict[str, dict[str, Any]] = {
     "arcee": {},
     "apertus": {},
     "exaone4": {"sliding_window": 48, "layer_types": _LAST_FULL},
-    "cwm": _SLIDING,
+    "cwm": {"sliding_window": 48, "layer_types": _ALTERNATING},
     "nanochat": {},
     "jais2": {},
     "hunyuan_v1_dense": {},
@@ -232,12 +240,16 @@ TINY: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "afmoe": {
         **_EXPERTS,
-        **_SLIDING,
+        "sliding_window": 48,
         "num_dense_layers": 1,
+        "layer_types": _ALTERNATING,
     },
     "jetmoe": {**_LOCAL_EXPERTS, "kv_channels": 16},
     "dbrx": {
+        "n_layers": 4,
         "d_model": 64,
+        "n_heads": 4,
+        "max_seq_len": 4096,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
@@ -246,6 +258,7 @@ TINY: dict[str, dict[str, Any]] = {
     "phi": {"partial_rotary_factor": 0.5, "qk_layernorm": True},
     "phi3": {"sliding_window": None, "partial_rotary_factor": 0.5},
     "phi3-longrope": {
+        "model_type": "phi3",
         "sliding_window": None,
         "partial_rotary_factor": 0.5,
         "original_max_position_embeddings": 3000,
@@ -263,13 +276,14 @@ TINY: dict[str, dict[str, Any]] = {
     "helium": {},
     # Latent attention
     "deepseek_v2": _MLA,
-    "deepseek_v2-yarn": {**_MLA, "rope_parameters": _YARN_MLA},
+    "deepseek_v2-yarn": {"model_type": "deepseek_v2", **_MLA, "rope_parameters": _YARN_MLA},
     "deepseek_v3": _MLA,
-    "deepseek_v3-halves": {**_MLA, "rope_interleave": False},
-    "deepseek_v3-yarn": {**_MLA, "rope_parameters": _YARN_MLA},
+    "deepseek_v3-halves": {"model_type": "deepseek_v3", **_MLA, "rope_interleave": False},
+    "deepseek_v3-yarn": {"model_type": "deepseek_v3", **_MLA, "rope_parameters": _YARN_MLA},
     "glm4_moe_lite": _MLA,
     "minicpm3": _MLA,
     "minicpm3-longrope": {
+        "model_type": "minicpm3",
         **_MLA,
         "rope_parameters": {
             **_LONGROPE,
@@ -291,9 +305,9 @@ TINY: dict[str, dict[str, Any]] = {
     # Attention that takes only a mask
     "gptj": {"rotary_dim": 8},
     "codegen": {"rotary_dim": 8},
-    "falcon": {"head_dim": None},
-    "falcon-new": {"head_dim": None, "new_decoder_architecture": True, "num_kv_heads": 2},
-    "falcon-multi-head": {"head_dim": None, "multi_query": False},
+    "falcon": _FALCON,
+    "falcon-new": {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-multi-head": {**_FALCON, "multi_query": False},
     "bloom": {},
     "mpt": {},
     # Models that see, of which text alone is asked
@@ -378,15 +392,15 @@ TINY: dict[str, dict[str, Any]] = {
 }
 """Name → config options, in addition to the common options.
 
-``None`` removes a common option; ``model_type`` defaults to the name's part before a hyphen. With a
-``text_config``, the common options are its.
+``None`` removes a common option; ``model_type`` defaults to the name. With a ``text_config``, the
+common options are its.
 """
 
 REFUSED: dict[str, dict[str, Any]] = {
     # Models whose KV can't be reused at other positions; every refusal has its own reason.
     "gpt2": {},
-    "opt": {"ffn_dim": 96},
-    "falcon-alibi": {"head_dim": None, "alibi": True},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "falcon-alibi": {**_FALCON, "alibi": True},
     "llama-dynamic-ntk": {
         "model_type": "llama",
         "rope_parameters": {**_LINEAR, "rope_type": "dynamic"},
@@ -397,7 +411,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "inkling_text": {**_ROUTED_EXPERTS, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2},
     "doge": {},
     "mamba": {},
-    "rwkv": {},
+    "rwkv": {"attention_hidden_size": 64, "context_length": 4096},
     "jamba": {
         **_LOCAL_EXPERTS,
         "num_experts": 4,
@@ -440,7 +454,7 @@ def tiny_model(
         if not (key in _COMMON and value is None)
     }
     options = {**own, "text_config": text} if sees else text
-    model_type = options.pop("model_type", name).partition("-")[0]
+    model_type = options.pop("model_type", name)
     auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     config = AutoConfig.for_model(model_type, **options)
     return random_model(config, auto, seed=seed, dtype=dtype)

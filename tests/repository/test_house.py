@@ -62,11 +62,11 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_038,
+    "core": 155_039,
     "adapters": 6_352,
     "cli": 14_412,
     "evaluate": 7_053,
-    "testing": 4_206,
+    "testing": 4_256,
     "langchain": 15_466,
     "llama_index": 11_679,
     "ray": 4_837,
