@@ -21,7 +21,7 @@ from kvrag.prompt.partial import MAX_LOOKS, common, stored_like
 from kvrag.prompt.plan import NO_IDS, Lookup, Plan, PlannedPiece
 from kvrag.prompt.spans import ANCHOR_CHARS
 from kvrag.prompt.template import PromptEncoder
-from kvrag.prompt.tokenizer import Piece, TokenIds
+from kvrag.prompt.tokenizer import UNKNOWN, Piece, TokenIds
 from kvrag.types import MissedChunk
 
 SEAM_TOKENS = 2  # tokens at the end of a prefix that the text after it may change
@@ -55,19 +55,23 @@ class DecodedIds:
         self.text = "".join(self._texts)
         bos = tuple(encoder.bos_ids)
         self._num_bos = len(bos) * (self.ids[: len(bos)] == bos)
-        self.starts = [0, *accumulate(map(len, self._texts))][: len(ids)]
+        self.starts = [0, *accumulate(map(len, self._texts))]
         self._decoded = cache(lambda chunk: DecodedIds(chunk, encoder))
 
     def shared(self, place: Place) -> Iterator[Overlap]:
         """Yield the rows that a chunk at a place shares."""
-        chunk, at = self._decoded(place.ids), place.start
-        row = bisect_left(self.starts, at)
+        row = bisect_left(self.starts, place.start)
+        # Most chunks have the prompt's ids from their first to one of their last.
+        same = self._num_same(row, place)
+        first = (row, 0) if same else None
+        row += same
+        at = self.starts[row] if same else place.start
+        rest = self._decoded(place.ids[same:])
         own = 0
-        first: tuple[int, int] | None = None
-        while row < len(self.ids) and own < len(chunk.ids):
-            gap = self.starts[row] - at - chunk.starts[own]
-            if gap == 0 and self.ids[row] == chunk.ids[own]:
-                first = first or (row, own)
+        while row < len(self.ids) and own < len(rest.ids):
+            gap = self.starts[row] - at - rest.starts[own]
+            if gap == 0 and self.ids[row] == rest.ids[own]:
+                first = first or (row, same + own)
             elif first:
                 yield Overlap(first[0], row, first[1])
                 first = None
@@ -75,6 +79,23 @@ class DecodedIds:
             own += gap >= 0
         if first:
             yield Overlap(first[0], row, first[1])
+
+    def _num_same(self, row: int, place: Place) -> int:
+        """Return how many of a chunk's first tokens are the prompt's from a row on.
+
+        The last of them ends a character, in the prompt and so in the chunk.
+        """
+        if self.starts[row] != place.start:
+            return 0
+        same = common(place.ids, self.ids[row : row + len(place.ids)])
+        while same and not self._ends_character(row + same - 1):
+            same -= 1
+        return same
+
+    def _ends_character(self, row: int) -> bool:
+        """Whether a token ends a character; whether those of several tokens do is not told."""
+        text = self._texts[row]
+        return bool(text) and UNKNOWN not in text and all(self._texts[row + 1 : row + 2])
 
     def num_shared(self, place: Place) -> int:
         """Return the number of rows that a chunk at a place shares."""

@@ -205,10 +205,7 @@ class _Table(NamedTuple):
 
     def places(self, windows: Hashes) -> Integers:
         """Return the places where an entry's head stands, ascending."""
-        if not len(self.heads):
-            return np.empty(0, np.int64)
-        first = np.minimum(np.searchsorted(self.heads, windows, "left"), len(self.heads) - 1)
-        return np.flatnonzero(self.heads[first] == windows)
+        return _places(self.heads, windows)
 
     def entries_of(self, head: np.uint64, limit: int) -> list[TextEntry]:
         """Return the longest entries with this head."""
@@ -233,8 +230,10 @@ class _Table(NamedTuple):
         # A header shared by ten thousand chunks brings them all in; few of their tails are in the
         # prompt.
         rows = _ranges(*self.rows_of(np.unique(windows[places])))
+        tails = self.tails[rows]
+        seen = windows[_places(np.unique(tails), windows)]
         fits = self.lengths[rows] < len(windows) + ANCHOR_CHARS
-        table = self.take(rows[fits & np.isin(self.tails[rows], windows)])
+        table = self.take(rows[fits & np.isin(tails, seen)])
         first, counts = table.rows_of(windows[places])
         while counts.sum() > MAX_PAIRS + len(windows):
             counts = np.minimum(counts, max(int(counts.max()) // 2, 1))
@@ -244,6 +243,14 @@ class _Table(NamedTuple):
         inside = np.flatnonzero(ends < len(windows))
         found = inside[windows[ends[inside]] == table.tails[rows[inside]]]
         return np.stack([starts[found], table.lengths[rows[found]]])
+
+
+def _places(hashes: Hashes, windows: Hashes) -> Integers:
+    """Return the places where a window has one of these hashes, which are sorted; ascending."""
+    if not len(hashes):
+        return np.empty(0, np.int64)
+    first = np.minimum(np.searchsorted(hashes, windows, "left"), len(hashes) - 1)
+    return np.flatnonzero(hashes[first] == windows)
 
 
 _NOTHING = _Table.build(())

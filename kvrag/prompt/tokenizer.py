@@ -228,7 +228,9 @@ class SegmentTokenizer:
         Of tokens that share a character, the first has it, and the others have none.
         """
         texts = list(map(self._piece, ids))
-        parts = [n for n, text in enumerate(texts) if UNKNOWN in text]
+        parts = list[int]()
+        if UNKNOWN in "".join(texts):
+            parts = [n for n, text in enumerate(texts) if UNKNOWN in text]
         while parts:
             start = parts[0]
             stop = next((n for n, at in enumerate(parts, start) if n != at), start + len(parts))
