@@ -164,6 +164,11 @@ class Cache:
     block_size = BLOCK
     aside = staticmethod(nullcontext)
     adapters = dict
+    mapping = None
+
+    @staticmethod
+    def use(mapping: None) -> None:
+        """No adapters."""
 
     def __init__(self, layers: list[Layer], *, pauses: bool = True) -> None:
         self._layers, self.pauses = layers, pauses

@@ -104,9 +104,9 @@ class Blending:
                 return f"stored KV differs from what it computes, by {share:.0%} of its size"
         return None
 
-    def check(self) -> None:
-        """Raise ``StoreError`` if the model's weights have changed."""
-        if self.engine.loaded.fingerprint != self._fingerprint:
+    def check(self, plan: Plan) -> None:
+        """Raise ``StoreError`` if the model's weights have changed since it was planned by them."""
+        if {each.model for each in plan.identities} != {self.engine.loaded.fingerprint}:
             raise StoreError("the model's weights have changed since the start")
 
     def read(self, plan: Plan) -> Any:
@@ -114,7 +114,7 @@ class Blending:
 
         Raises ``StoreError`` if none can be read, or the model's weights have changed.
         """
-        self.check()
+        self.check(plan)
         timeout_s = self.engine.store_config.load_timeout_s
         found = self.engine.store.get_many(plan.identities, timeout_s=timeout_s)
         if all(isinstance(each, Hole) for each in found):

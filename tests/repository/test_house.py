@@ -62,8 +62,8 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_039,
-    "adapters": 6_352,
+    "core": 155_267,
+    "adapters": 6_366,
     "cli": 14_412,
     "evaluate": 7_053,
     "testing": 4_256,
@@ -72,7 +72,7 @@ AREAS = {
     "ray": 4_837,
     "server": 18_711,
     "shared": 3_189,
-    "vllm": 17_467,
+    "vllm": 17_700,
 }
 """Most syntax nodes of each area. The core answers requests and stores chunks: ``kvrag/`` without the rooms that are areas."""
 DEEP_NAMES = {"langchain": 6, "llama_index": 8, "ray": 5, "server": 18, "shared": 8, "vllm": 15}

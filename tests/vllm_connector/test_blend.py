@@ -123,18 +123,17 @@ def test_an_adapters_chunks_are_those_of_its_fingerprint(connector, setting):
 
     own, ids = scheduler_side(connector, setting), prompt_of(setting, 2, 0, 3)
     found = setting.engine.loaded.fingerprint
-    for number, heard in enumerate(({}, {7: "another"}, {7: found})):
+    asked = [{"mode": "stitch"}] * 3 + [precompute("x")["kvrag"]]
+    for number, heard in enumerate(({}, {7: "another"}, {7: found}, {})):
         own._scheduler.hear(Ended({}, heard))
-        request = request_with(ids, number, mode="stitch")
-        request.lora_request = SimpleNamespace(lora_int_id=7)
-        count, _ = own.get_num_new_matched_tokens(request, 0)
-        assert (count > 0) == (found in heard.values())
-    for asked in ({"mode": "stitch"}, precompute("x")["kvrag"]):
-        request = request_with(ids, 9, **asked)
-        request.lora_request = SimpleNamespace(lora_int_id=7)
-        count, _ = own.get_num_new_matched_tokens(request, 0)
+        request = request_with(ids, number, **asked[number])
+        for is_anew in (True, False):
+            request.lora_request = SimpleNamespace(lora_int_id=7, load_inplace=is_anew)
+            own._scheduler._decisions.clear()
+            count, _ = own.get_num_new_matched_tokens(request, 0)
+            assert (count > 0) == (number == 3 or (number == 2 and not is_anew))
         own.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1],)), count)
-    assert [job.model for job in own.build_connector_meta(None).jobs] == [found] * 2
+    assert [job.adapter for job in own.build_connector_meta(None).jobs] == [7, 7]
 
 
 def test_a_request_says_what_it_wants(connector, setting):
@@ -200,7 +199,7 @@ def finish_at_once(own: Any, request: Request) -> dict[str, Any]:
 def test_requests_that_cannot_be_blended_are_left_to_vllm(connector, setting):
     own, ids = scheduler_side(connector, setting), prompt_of(setting, 2, 0, 3)
     for other in (
-        {"lora_request": SimpleNamespace(lora_int_id=1)},
+        {"lora_request": SimpleNamespace(lora_int_id=1, load_inplace=False)},
         {"mm_features": [1]},
         {"cache_salt": "salt"},
         {"prompt_embeds": 1},
@@ -641,7 +640,14 @@ def test_what_a_step_looks_up_is_its_own(connector, setting, monkeypatch):
         current[0] = own
 
     lock = ModelLock()
-    turn = blending.Turn(lock, SimpleNamespace(aside=aside, pauses=True))
+    used = set()  # by whom adapters are set again
+    lm = SimpleNamespace(
+        aside=aside,
+        pauses=True,
+        mapping=None,
+        use=lambda _: used.add(threading.current_thread()) or 1 / 0,
+    )
+    turn = blending.Turn(lock, lm)
     seen = []
 
     def forward() -> None:
@@ -649,6 +655,7 @@ def test_what_a_step_looks_up_is_its_own(connector, setting, monkeypatch):
             own = f"forward's {threading.get_ident()}"
             current[0] = own
             for _ in range(20):
+                time.sleep(0.002)  # a step comes meanwhile
                 lock._due = 0.0
                 lock.give_way()
                 seen.append(current[0] == own)
@@ -660,6 +667,7 @@ def test_what_a_step_looks_up_is_its_own(connector, setting, monkeypatch):
         turn.rest(lambda: time.sleep(0.001))
         assert current == ["worker's"]
     assert seen == [True] * 20
+    assert used == {thread}
     turn.end()
     turn.thread.join(30)
     assert not turn.thread.is_alive()
@@ -692,7 +700,7 @@ def test_loaded_chunks_live_until_the_device_has_read_them(
     for layer in blender.layers:
         layer.kv_cache = layer.kv_cache.as_subclass(fake_cuda.OnDevice)
     device.late = driver
-    blender._blending._fingerprint = engine.loaded.fingerprint  # of the weights that were moved
+    blender._blending.check = lambda _: None  # moved weights are others
     blender._running[job.request_id] = threading.Event()
     with torch.inference_mode(), device:
         said = resting(blender, lambda: blender._blend(job, blender._blending.read(job.plan)))

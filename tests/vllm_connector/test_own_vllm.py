@@ -27,6 +27,7 @@ from test_blend_vllm import (  # noqa: F401
 from vllm_kit import needs_vllm
 
 from kvrag import KVRagEngine
+from kvrag.blend.cost import measured
 from kvrag.model.forward import Forward
 
 pytestmark = needs_vllm
@@ -207,19 +208,27 @@ def merged(vllm: Vllm, adapter: Path, directory: Path) -> KVRagEngine:
             delta = tensors[key.replace("lora_A", "lora_B")] @ tensors[key]
             model.get_submodule(name).weight.data += 2 * delta
     engine = KVRagEngine.from_pretrained(
-        model, tokenizer=own.encoder.tokenizer, kv_dir=directory, repair=REPAIR
+        model,
+        tokenizer=own.encoder.tokenizer,
+        kv_dir=directory,
+        repair=REPAIR,
+        context=vllm.engine.context,
     )
     assert engine.precompute(CHUNKS, ids=IDS).stored == len(CHUNKS)
     return engine
 
 
 def test_prompts_of_adapters_are_blended_by_chunks_of_their_own(vllm_of, tmp_path, monkeypatch):  # noqa: F811
-    """One slot for three adapters, steps between nearly all layers of a blend, and a replacement."""
+    """One slot for two adapters, and steps between the layers of a blend."""
     from vllm.lora.request import LoRARequest
 
-    own = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 3}
-    vllm = vllm_of("llama", max_num_batched_tokens=512, **own)
-    assert 0 < blender_of(vllm)._blending._costs.known().forwards[0][-1] <= 512  # measured
+    from vllm_kvrag.blending import Turn
+
+    own = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 2}
+    vllm = vllm_of("llama", max_num_batched_tokens=512, context=None, **own)
+    costs = []
+    blender_of(vllm)._turn.rest(lambda: costs.append(measured(blender_of(vllm).lm)))
+    assert 0 < costs[0].forwards[0][-1] <= 512
     monkeypatch.setattr("kvrag.model.lock.SLICE_S", 0.0)
     config = vllm.engine.loaded.lm.config
     paths = [save_adapter(tmp_path / name, config, seed) for seed, name in enumerate("xy")]
@@ -235,22 +244,80 @@ def test_prompts_of_adapters_are_blended_by_chunks_of_their_own(vllm_of, tmp_pat
     reports = vllm.ask(([5, 6], "auto", asked), ([5, 6], "auto", asked), lora=lora)
     assert [vllm.said(each)["precompute"]["stored"] for each in reports] == [len(CHUNKS)] * 2
     vllm.llm.reset_prefix_cache()
+    give, cut = Turn._give, []
+    monkeypatch.setattr(
+        Turn, "_give", lambda *a: cut.append(threading.current_thread().name) or give(*a)
+    )
     prompts = [(ids, "stitch")] * 2 + [(vllm.prompt(1), "full")] * 2
     *blended, _, full = vllm.ask(*prompts, lora=lora * 2)
-    for own, answer in zip(engines, blended, strict=True):
+    assert "kvrag_blend" in cut
+    for engine, answer in zip(engines, blended, strict=True):
         assert vllm.said(answer)["exactness"] == "repaired", vllm.said(answer)
-        assert_first_of(own, ids, answer)
+        assert_first_of(engine, ids, answer)
     vllm.llm.reset_prefix_cache()
     # Not beside the others: on a CPU, vLLM adds their adapters to prompts without one.
-    (own,) = vllm.ask((ids, "stitch"))
-    assert vllm.said(own)["exactness"] == "repaired", vllm.said(own)
-    assert_engine(vllm, ids, own)
+    (plain,) = vllm.ask((ids, "stitch"))
+    assert vllm.said(plain)["exactness"] == "repaired", vllm.said(plain)
+    assert_engine(vllm, ids, plain)
     vllm.llm.reset_prefix_cache()
     (alone,) = vllm.ask((vllm.prompt(1), "full"), lora=lora[1])
     assert_first(full, alone)
-    save_adapter(paths[0], config, 7)
-    again = LoRARequest("x", 1, str(paths[0]), load_inplace=True)
-    vllm.ask((ids, "full"), lora=again)
-    (none,) = vllm.ask((ids, "stitch"), lora=again)
-    assert "no stored KV" in vllm.said(none)["fallback_reason"]
+    stored, begun = vllm.beginning(2, 0)
+    (alone,) = vllm.ask((begun, "full"), lora=lora[1])
+    vllm.llm.reset_prefix_cache()
+    (exact,) = vllm.ask((begun, "prefix"), lora=lora[1])
+    assert vllm.said(exact)["cached_tokens"] == len(stored)
+    assert_first(exact, alone)
+    vllm.assert_private()
+
+
+def test_an_adapter_that_goes_takes_its_chunks_along(vllm_of, tmp_path, monkeypatch):  # noqa: F811
+    """It is replaced under its number, or unloaded while its prompt is blended."""
+    from vllm.lora.request import LoRARequest
+
+    vllm = vllm_of("llama", enable_lora=True, max_lora_rank=8)
+    config = vllm.engine.loaded.lm.config
+    path = save_adapter(tmp_path / "x", config, 0)
+    lora = LoRARequest("x", 1, str(path))
+    ids = vllm.prompt(2, 0, 3)
+    asked = {"precompute": {"texts": CHUNKS, "ids": IDS}}
+    (early,) = vllm.ask(([5, 6], "auto", asked), lora=lora)
+    assert "not loaded" in vllm.said(early)["error"]
+    (report,) = vllm.ask(([5, 6], "auto", asked), lora=lora)
+    assert vllm.said(report)["precompute"]["stored"] == len(CHUNKS)
+    vllm.llm.reset_prefix_cache()
+    (full,) = vllm.ask((ids, "full"), lora=lora)
+    vllm.llm.reset_prefix_cache()
+    manager = blender_of(vllm).lm._manager
+    pause = Forward._pause
+
+    def unload(self: Any) -> None:
+        if threading.current_thread().name == "kvrag_blend":
+            manager.remove_adapter(1)
+        pause(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Forward, "_pause", unload)
+        (lost,) = vllm.ask((ids, "stitch"), lora=lora)
+    assert "could not be used" in vllm.said(lost)["fallback_reason"]
+    assert_first(lost, full)
+    vllm.llm.reset_prefix_cache()
+    (again,) = vllm.ask((ids, "stitch"), lora=lora)
+    assert vllm.said(again)["exactness"] == "repaired", vllm.said(again)
+    save_adapter(path, config, 7)
+    new = LoRARequest("x", 1, str(path), load_inplace=True)
+    vllm.llm.llm_engine.add_lora(new)
+    (stale,) = vllm.ask((ids, "stitch"), lora=lora)  # planned by the old one
+    assert "could not be used" in vllm.said(stale)["fallback_reason"]
+    engine = merged(vllm, path, tmp_path / "x-kv")
+    (report,) = vllm.ask(([5, 6], "auto", asked), lora=lora)
+    assert vllm.said(report)["precompute"]["stored"] == len(CHUNKS)
+    vllm.llm.reset_prefix_cache()
+    (blended,) = vllm.ask((ids, "stitch"), lora=lora)
+    assert vllm.said(blended)["exactness"] == "repaired", vllm.said(blended)
+    assert_first_of(engine, ids, blended)
+    save_adapter(path, config, 8)
+    vllm.llm.reset_prefix_cache()
+    (begun,) = vllm.ask((ids, "stitch"), lora=new)  # loads it with its first step
+    assert "adapter is new" in vllm.said(begun)["fallback_reason"]
     vllm.assert_private()

@@ -39,8 +39,8 @@ class Job:
 
     Of the rows before, vLLM has ``num_exact`` as a full prefill would compute them.
     ``repair`` is ``None`` if the rows equal a full prefill's, and need none. ``precompute`` are
-    arguments of :meth:`kvrag.KVRagEngine.precompute`; then there are no rows. ``model`` is the
-    fingerprint of the model with the request's adapter, if it has one.
+    arguments of :meth:`kvrag.KVRagEngine.precompute`; then there are no rows. ``adapter`` is the
+    number of the request's adapter (LoRA), if it has one.
     """
 
     request_id: str
@@ -51,7 +51,7 @@ class Job:
     plan: Any = None
     repair: RepairConfig | None = None
     precompute: Mapping[str, Any] | None = None
-    model: str = ""
+    adapter: int = 0
 
     def slots(self, block_size: int) -> torch.Tensor:
         """Return the slot of every row in vLLM's cache."""
@@ -117,10 +117,26 @@ class Turn:
 
     def _give(self, *_: object) -> list[None]:
         """Let the worker compute; the forward of this thread, if there is one, pauses meanwhile."""
+        mapping = self._lm.mapping
         with self._lm.aside():
             self._taken.release()
             self._left.acquire()
+        if threading.current_thread() is not self.thread:
+            # The forward itself finds out if it can't go on, and nobody else must fail.
+            with suppress(Exception):
+                self._lm.use(mapping)
         return [None]
+
+
+class AdapterBlending(Blending):
+    """Blends prompts of an adapter, as long as vLLM has it."""
+
+    lm: VllmLM
+
+    def check(self, plan: Any) -> None:
+        """Raise ``StoreError`` also if the adapter was unloaded, or replaced."""
+        super().check(plan)
+        self.lm.check_adapter()
 
 
 class Blender:
@@ -132,8 +148,8 @@ class Blender:
     def __init__(self, blending: Blending, lm: VllmLM) -> None:
         self.engine = blending.engine
         self._blending = blending
-        # By fingerprints, of the model with adapters.
-        self.adapted = {"": blending}
+        # By number, of the model with adapters.
+        self.adapted = {0: blending}
         self.lm = lm
         # By request, of jobs that have not ended; one that is set is not needed any more.
         self._running = dict[str, threading.Event]()
@@ -235,11 +251,11 @@ class Blender:
         self._came.set()
 
     def _read(self, job: Job) -> None:
-        self._queues[1].put((job, self.adapted[job.model].read(job.plan)))
+        self._queues[1].put((job, self.adapted[job.adapter].read(job.plan)))
 
     @torch.inference_mode()
     def _blend(self, job: Job, chunks: Any) -> Said:
-        blending = self.adapted[job.model]
+        blending = self.adapted[job.adapter]
         write = partial(self._write, job, blending)
         if job.repair is None:
             return blending.load(job.plan, job.stop, write, chunks)
@@ -254,7 +270,7 @@ class Blender:
         slots = job.slots(self.lm.block_size).to(self._blending.lm.device)
         rows = slice(job.start, job.stop)
         with self._blending.lm.lock.unless(self._running[job.request_id]):
-            blending.check()
+            blending.check(job.plan)
             for index, pair in enumerate(layers):
                 keys, values = (x[0, :, rows].transpose(0, 1).contiguous() for x in pair)
                 self.lm.write(index, keys, values, slots)
@@ -262,9 +278,11 @@ class Blender:
     def _precompute(self, job: Job) -> Said:
         given = {"show_progress": False, **(job.precompute or {})}
         try:
-            report = self.adapted[job.model].engine.precompute(**given)
+            report = self.adapted[job.adapter].engine.precompute(**given)
         except KVRagError as error:
             return {"error": str(error), "code": type(error).__name__}
+        except KeyError:
+            return {"error": "vLLM has not loaded its adapter yet", "code": "StoreError"}
         except TypeError as error:  # a name that precompute does not have
             return {"error": f"precompute: {error}", "code": "InputError"}
         except Exception as error:  # out of memory, a full disk

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,8 @@ class VllmLM(EngineLM):
     def __init__(self, vllm_config: VllmConfig, held: Any) -> None:
         self._held = held
         self._manager = getattr(held, "lora_manager", None)
+        if getattr(self._manager, "supports_tower_connector_lora", False):
+            raise UnsupportedModelError("its adapters change more than its text decoder")
         self.block_size = vllm_config.cache_config.block_size
         self.is_quantised = vllm_config.model_config.quantization is not None
         self._vllm_config = vllm_config
@@ -143,9 +145,11 @@ class VllmLM(EngineLM):
     ) -> Iterator[None]:
         """Enter the context of a forward in which ``places`` are looked up by layers' names."""
         own = (self._number,)
-        adapter = self._adapter() if self._number else None
+        mapping = None
         if self._manager is not None:
-            self._use(LoRAMapping(own * len(slots), own * max(1, num_logits), is_prefill=True))
+            mapping = LoRAMapping(own * len(slots), own * max(1, num_logits), is_prefill=True)
+        self.check_adapter()
+        self.use(mapping)
         with (
             set_current_vllm_config(self._vllm_config),
             set_forward_context(
@@ -158,25 +162,27 @@ class VllmLM(EngineLM):
         ):
             context = get_forward_context()
             context.no_compile_layers = {**context.no_compile_layers, **places}
-            yield
-        if self._number and self.adapters().get(self._number, self) is not adapter:
-            raise StoreError("its adapter was unloaded, or replaced")
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Leave the context of a forward for a while, so that another may run."""
-        mapping = getattr(self._manager, "_last_mapping", None)
-        try:
-            with override_forward_context(None):
+            try:
                 yield
-        finally:
-            # An adapter may be unloaded by now: its forward ends with an error.
-            with suppress(LookupError, ValueError):
-                self._use(mapping)
+            finally:  # also of a forward that is stopped once its rows are written
+                self.check_adapter()
+                if self.mapping != mapping:
+                    raise StoreError("its adapter could not be used again after a pause")
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Leave the context of a forward for a while, so that another may run."""
+        aside: AbstractContextManager[None] = override_forward_context(None)
+        return aside
+
+    @property
+    def mapping(self) -> LoRAMapping | None:
+        """Adapters that vLLM's layers add to the rows of a forward."""
+        found: LoRAMapping | None = getattr(self._manager, "_last_mapping", None)
+        return found
 
     @torch.inference_mode()
-    def _use(self, mapping: LoRAMapping | None) -> None:
-        """Have vLLM's layers add adapters to the rows of the next forward."""
+    def use(self, mapping: LoRAMapping | None) -> None:
+        """Have vLLM's layers add these adapters to rows."""
         if mapping is not None:
             for number in {*mapping.index_mapping} - {0}:
                 self._manager.activate_adapter(number)
@@ -186,6 +192,11 @@ class VllmLM(EngineLM):
         """Return the adapters that vLLM has loaded, by number."""
         loaded: Mapping[int, Any] = getattr(self._manager, "list_adapters", dict)()
         return loaded
+
+    def check_adapter(self) -> None:
+        """Raise ``StoreError`` if vLLM has unloaded or replaced this model's adapter."""
+        if self._number and self.adapters().get(self._number, self) is not self._adapter():
+            raise StoreError("its adapter was unloaded, or replaced")
 
     def adapted(self, adapter: Any) -> VllmLM:
         """Return the model with an adapter."""

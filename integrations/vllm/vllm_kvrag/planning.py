@@ -76,8 +76,7 @@ class Decision:
 
     ``exact``: the rows before ``stop``, which equal a full prefill's. ``blend``: all rows before
     ``stop``, of which the first ``num_exact`` equal a full prefill's. ``reason`` says why less is
-    reused than the prompt's chunks would allow. ``error`` is the code of a request's mistake,
-    ``model`` as in :class:`~vllm_kvrag.blending.Job`.
+    reused than the prompt's chunks would allow. ``error`` is the code of a request's mistake.
     """
 
     kind: Kind
@@ -87,7 +86,6 @@ class Decision:
     plan: Any = None
     repair: RepairConfig | None = None
     error: str | None = None
-    model: str = ""
 
 
 class Planner:

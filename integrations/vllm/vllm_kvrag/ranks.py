@@ -61,9 +61,8 @@ class SplitLM(VllmLM):
             self.is_busy = is_busy
             self._order("", is_busy)
             return
-        with self.aside():
-            while (order := self.told())[0]:
-                self._obey(*order)
+        while (order := self.told())[0]:
+            self._obey(*order)
         self.is_busy = order[1]
 
     def compute(self, ids: torch.Tensor, rows: Any, logits: int) -> Any:

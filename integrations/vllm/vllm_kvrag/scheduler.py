@@ -87,32 +87,30 @@ class SchedulerSide:
             return Decision("none", "its prompt is not complete")
         if self._about is None:
             return Decision("none", "the worker has not described its model yet")
-        about = self._about
-        model = ""
-        if request.lora_request is not None:
-            model = self._adapters.get(request.lora_request.lora_int_id, "")
-            if not model:
-                return Decision("none", "its adapter is new here, or kvrag can't use it")
-            about = replace(about, fingerprint=model)
         if asked.precompute is not None:
-            if about.fault is not None:
-                raise UnsupportedModelError(about.fault)
+            if self._about.fault is not None:
+                raise UnsupportedModelError(self._about.fault)
             # A row that is never written: no other request may find its block.
-            return Decision("blend", stop=num_computed + 1, num_exact=num_computed, model=model)
+            return Decision("blend", stop=num_computed + 1, num_exact=num_computed)
+        about = self._about
+        lora = request.lora_request
+        if lora is not None:
+            if lora.load_inplace or lora.lora_int_id not in self._adapters:
+                return Decision("none", "its adapter is new here, or kvrag can't use it")
+            about = replace(about, fingerprint=self._adapters[lora.lora_int_id])
         # Its answer began behind exact rows, before a preemption.
         is_behind_exact = request.num_output_tokens and request_id not in self._private
         is_exact = self._is_exact or is_behind_exact or about.only_exact is not None
         if asked.mode != "full" and is_exact:
             asked = replace(asked, mode="prefix")
         ids = request.prompt_token_ids
-        decision = self._planner.decide(
+        return self._planner.decide(
             ids,
             asked,
             about,
             num_computed=num_computed,
             num_more=request.max_tokens,
         )
-        return replace(decision, model=model)
 
     def allocated(self, request: Request, blocks: list[int], num_external_tokens: int) -> None:
         """Note the request's job, now that its blocks are known."""
@@ -137,7 +135,7 @@ class SchedulerSide:
                 decision.plan,
                 decision.repair,
                 asked.precompute,
-                decision.model,
+                request.lora_request.lora_int_id if request.lora_request else 0,
             )
         )
 

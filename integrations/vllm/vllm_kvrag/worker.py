@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -9,7 +11,7 @@ from weakref import WeakValueDictionary
 from kvrag import KVRagEngine, KVRagError, RepairConfig, StoreConfig, UnsupportedModelError
 from kvrag.adapters import Blending, ModelFacts, ModelSource
 from kvrag.config import as_config
-from vllm_kvrag.blending import Blender, Said
+from vllm_kvrag.blending import AdapterBlending, Blender, Said
 from vllm_kvrag.loader import LOAD_FORMAT, model_of
 from vllm_kvrag.messages import Ended, Hello, Jobs
 from vllm_kvrag.own import VllmLM, adapter_digest
@@ -19,6 +21,8 @@ from vllm_kvrag.ranks import SplitLM
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
 
 # A step without a forward waits this long for news of a job: else vLLM steps on and on, and takes
 # the cores that a thread reads or precomputes with.
@@ -35,6 +39,7 @@ class WorkerSide:
         self._config = vllm_config
         self._cache = kv_cache_config
         self._blender: Blender | None = None
+        self._lm: VllmLM | None = None
         self._split: SplitLM | None = None
         self._ended = dict[str, Said | None]()
         self._failed = set[int]()
@@ -71,9 +76,9 @@ class WorkerSide:
                 f"vLLM's model is not known; start vLLM with --load-format {LOAD_FORMAT}"
             )
         if self._config.parallel_config.tensor_parallel_size == 1:
-            lm = VllmLM(self._config, held)
+            lm = self._lm = VllmLM(self._config, held)
         else:
-            lm = self._split = SplitLM(self._config, held)
+            lm = self._lm = self._split = SplitLM(self._config, held)
             if not self._split.leads:
                 return ModelFacts()
         blending = Blending(self._engine_of(lm))
@@ -113,19 +118,21 @@ class WorkerSide:
         return engine
 
     def _meet(self, blender: Blender) -> None:
-        """Have prompts of adapters blended that vLLM has loaded since the last step.
-
-        Those of several devices are left to vLLM: all ranks would have to use the same one.
-        """
-        lm = blender.lm
-        for number, adapter in lm.adapters().items():
-            if self._adapters.get(number) is adapter or self._split is not None:
+        """Have prompts of adapters blended that vLLM has loaded since the last step."""
+        for number, adapter in blender.lm.adapters().items():
+            if self._adapters.get(number) is adapter:
                 continue
             self._adapters[number] = adapter
-            engine = self._engine_of(lm, extra_keys={"adapter": adapter_digest(adapter)})
-            engine._loaded = replace(engine.loaded, lm=lm.adapted(adapter))
-            self._told[number] = engine.loaded.fingerprint
-            blender.adapted[self._told[number]] = Blending(engine)
+            try:
+                engine = self._engine_of(
+                    blender.lm, extra_keys={"adapter": adapter_digest(adapter)}
+                )
+                engine._loaded = replace(engine.loaded, lm=blender.lm.adapted(adapter))
+                blender.adapted[number] = AdapterBlending(engine)
+                self._told[number] = engine.loaded.fingerprint
+            except Exception as error:  # a failure costs time, never the answer
+                words = "prompts of adapter %s are left to vLLM (%s: %s)"
+                logger.warning(words, number, type(error).__name__, error)
 
     def load(self, jobs: Jobs, *, is_idle: bool) -> None:
         """Begin the jobs of this step, and let those before it go on for a while.
@@ -133,6 +140,7 @@ class WorkerSide:
         The step has no forward if ``is_idle``.
         """
         split = self._split
+        mapping = None if self._lm is None else self._lm.mapping
         if split is None:
             self._advance(jobs, is_idle)
         elif jobs.jobs or split.is_busy:
@@ -140,11 +148,16 @@ class WorkerSide:
                 self._advance(jobs, is_idle)
             finally:
                 split.end_turn(is_busy=self._blender is not None and self._blender.is_busy)
+        if self._lm is not None and not is_idle:
+            # vLLM's second model runner sets the adapters of a step later; these may be gone.
+            with suppress(LookupError, ValueError):
+                self._lm.use(mapping)
 
     def _advance(self, jobs: Jobs, is_idle: bool) -> None:
         if self._blender is None:  # another rank, or one without a model and so without jobs
             return
-        self._meet(self._blender)
+        if self._split is None:  # else all ranks would have to use the same adapter
+            self._meet(self._blender)
         for job in jobs.jobs:
             self._blender.submit(job)
         self._blender.rest(IDLE_WAIT_S if is_idle else 0.0)
