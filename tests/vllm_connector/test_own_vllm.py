@@ -292,13 +292,21 @@ def test_an_adapter_that_goes_takes_its_chunks_along(vllm_of, tmp_path, monkeypa
     pause = Forward._pause
 
     def unload(self: Any) -> None:
-        if threading.current_thread().name == "kvrag_blend":
+        if threading.current_thread().name in ("kvrag_blend", "kvrag_precompute"):
             manager.remove_adapter(1)
         pause(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(Forward, "_pause", unload)
         (lost,) = vllm.ask((ids, "stitch"), lora=lora)
+    more = [{"precompute": {"texts": [f"{CHUNKS[n]} More."], "ids": [f"{n}"]}} for n in range(2)]
+    vllm.ask(([5, 6], "auto", more[0]), lora=lora)  # encodes the prefix
+    keys = vllm.engine.store.catalog.keys()
+    with monkeypatch.context() as patch:
+        patch.setattr(Forward, "_pause", unload)
+        (unstored,) = vllm.ask(([5, 6], "auto", more[1]), lora=lora)
+    assert "unloaded" in vllm.said(unstored)["error"]
+    assert vllm.engine.store.catalog.keys() == keys
     assert "could not be used" in vllm.said(lost)["fallback_reason"]
     assert_first(lost, full)
     vllm.llm.reset_prefix_cache()
