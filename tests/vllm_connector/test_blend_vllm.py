@@ -4,7 +4,6 @@ One process of vLLM per model. Skipped without vLLM (docs/how-to/vllm.md).
 """
 
 import shutil
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ class Vllm:
         mode: str = "blend",
         context: str | None = "default",
         model: str | None = None,
-        after: Callable[[], None] | None = None,
         **options: Any,
     ) -> None:
         from vllm import LLM
@@ -58,8 +56,6 @@ class Vllm:
         )
         if not is_made:
             assert not self.engine.precompute(CHUNKS, ids=IDS).failed
-        if after is not None:  # its chunks are stored
-            after()
         transfer = KVTransferConfig(
             kv_connector="KVRagConnector",
             kv_connector_module_path="vllm_kvrag.connector",
@@ -341,14 +337,21 @@ def dict_of(sources: list[list[Any]]) -> dict[str, int]:
 
 def test_a_model_whose_logits_differ_from_vllms_gets_exact_beginnings(vllm_of, monkeypatch):
     """Scores that are off by a hundredth show beside vLLM's logits; every answer says so."""
+    from kvrag.adapters import Blending
     from kvrag.model.forward import Forward
 
-    attend = Forward.attend
+    attend, logits = Forward.attend, Blending.logits
 
     def scaled(self: Any, module: int, query: Any, *args: Any) -> Any:
         return attend(self, module, query * 1.01, *args)
 
-    vllm = vllm_of(context=None, after=lambda: monkeypatch.setattr(Forward, "attend", scaled))
+    def compared(self: Any, ids: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(Forward, "attend", scaled)
+            return logits(self, ids)
+
+    monkeypatch.setattr(Blending, "logits", compared)
+    vllm = vllm_of(context=None)
     stored, ids = vllm.beginning(2, 0)
     (answer,) = vllm.ask((vllm.prompt(2, 0, 3), "stitch"))
     assert "logits differ from vLLM's" in vllm.said(answer)["fallback_reason"]
