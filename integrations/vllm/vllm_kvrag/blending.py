@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvrag import KVRagError, RepairConfig
+from kvrag import KVRagError, RepairConfig, StoreError
 from kvrag.adapters import Blending
 
 if TYPE_CHECKING:
@@ -278,11 +278,14 @@ class Blender:
     def _precompute(self, job: Job) -> Said:
         given = {"show_progress": False, **(job.precompute or {})}
         try:
+            if job.adapter not in self.adapted:
+                raise StoreError(
+                    "its adapter is not loaded yet: send a prompt by it first; with several "
+                    "devices, adapters have no stored KV"
+                )
             report = self.adapted[job.adapter].engine.precompute(**given)
         except KVRagError as error:
             return {"error": str(error), "code": type(error).__name__}
-        except KeyError:
-            return {"error": "vLLM has not loaded its adapter yet", "code": "StoreError"}
         except TypeError as error:  # a name that precompute does not have
             return {"error": f"precompute: {error}", "code": "InputError"}
         except Exception as error:  # out of memory, a full disk

@@ -105,8 +105,7 @@ class VllmLM(EngineLM):
         }
         # Compiled code may copy its inputs to where those of a step go, at a pause.
         is_eager = count > self._most or self._vllm_config.compilation_config.cudagraph_copy_inputs
-        num_logits = logits * len(ids)
-        with self._context(places, None, rows.positions, num_logits, is_eager=is_eager):
+        with self._context(places, None, rows.positions, logits * len(ids), is_eager=is_eager):
             hidden = self._forward(ids.flatten(), rows.positions)
             if not logits:
                 return hidden

@@ -131,8 +131,12 @@ class WorkerSide:
                 blender.adapted[number] = AdapterBlending(engine)
                 self._told[number] = engine.loaded.fingerprint
             except Exception as error:  # a failure costs time, never the answer
-                words = "prompts of adapter %s are left to vLLM (%s: %s)"
-                logger.warning(words, number, type(error).__name__, error)
+                logger.warning(
+                    "prompts of adapter %s are left to vLLM (%s: %s)",
+                    number,
+                    type(error).__name__,
+                    error,
+                )
 
     def load(self, jobs: Jobs, *, is_idle: bool) -> None:
         """Begin the jobs of this step, and let those before it go on for a while.
