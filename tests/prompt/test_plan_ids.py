@@ -18,6 +18,7 @@ from kvrag import KVRagEngine, StoreConfig
 from kvrag.identity.fingerprint import chunk_key, ids_digest
 from kvrag.model.load import refuse
 from kvrag.prompt.plan import NO_PREFIX, OTHER_CONTEXT, OTHER_PREFIX, OTHER_TEXT, Plan, PlannedPiece
+from kvrag.prompt.plan_ids import DecodedIds, Place
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import VOCAB_SIZE, tiny_tokenizer
 
@@ -131,6 +132,20 @@ def test_characters_of_several_tokens_begin_at_their_first(kind, engines):
     encoder = engines(kind).loaded.encoder
     texts = encoder.token_texts(encoder.chunk_ids("日本語の鍵"))
     assert [text for text in texts if text] == [*"日本語の鍵"]
+
+
+@pytest.mark.parametrize("text", ["qqqqqqqq", "日日日日日日"])
+def test_rows_behind_a_character_that_differs_stay_at_their_characters(text, engines):
+    """Its first tokens are the same, so the ids part inside of it."""
+    encoder = engines("byte-level").loaded.encoder
+    one, other = (encoder.chunk_ids(f"A key: {sign}{text}") for sign in "🗝🗞")
+    prompt, chunk = DecodedIds(one, encoder), DecodedIds(other, encoder)
+    shared = list(prompt.shared(Place(0, len(prompt.text), other)))
+    assert len(shared) == 2
+    for rows in shared:
+        count = rows.stop - rows.start
+        starts = chunk.starts[rows.offset : rows.offset + count]
+        assert prompt.starts[rows.start : rows.stop] == starts
 
 
 @pytest.mark.parametrize("count", [1, 5, 700])
