@@ -93,7 +93,7 @@ class DecodedIds:
         return same
 
     def _ends_character(self, row: int) -> bool:
-        """Whether a token ends a character; a token that shares one with others counts as inside."""
+        """Whether a token ends a character; one that shares it with others counts as inside."""
         text = self._texts[row]
         return bool(text) and UNKNOWN not in text and all(self._texts[row + 1 : row + 2])
 
