@@ -141,7 +141,7 @@ class Blending:
             mode="stitch",
             config=repair,
             costs=self._costs,
-            max_new_tokens=1,
+            max_new_tokens=0,
             load_timeout_s=0.0,
             clock=clock,
             cancel=cancel,

@@ -174,7 +174,7 @@ def prefill(
     Parameters
     ----------
     max_new_tokens
-        Most tokens of the answer.
+        Most tokens of the answer; without any, the logits are empty.
     load_timeout_s
         Time left for loading: the store's deadline minus the time spent on planning.
     find_history
@@ -201,7 +201,7 @@ def prefill(
         model, store, plan, mode, price, load_timeout_s, clock, history
     )
     # Counted now, because stitching empties the list.
-    loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
+    loaded_bytes = sum([kv.num_bytes for kv in kvs])
     buffer = buffer_of()
     with filling(buffer):
         if history and layout.history:
@@ -217,6 +217,7 @@ def prefill(
             kvs,
             clock,
             cancel,
+            logits=min(1, max_new_tokens),
         )
     if price is not None:
         with clock.stage("price", least_s=NOTABLE_S):
@@ -253,8 +254,10 @@ def _blended(
     kvs: list[ChunkKV],
     clock: Clock,
     cancel: Cancel,
+    *,
+    logits: int,
 ) -> tuple[Tensor, Tensor]:
-    """Stitch, select and repair; return the repaired rows and the last row's logits.
+    """Stitch, select and repair; return the repaired rows and the last row's logits, if wanted.
 
     ``kvs`` is emptied on the way.
     """
@@ -278,7 +281,7 @@ def _blended(
             selected = select_rows(layout, config, **measured)
             covariance = measured.get("covariance")
     with clock.stage("repair" if layout.reused or layout.history else "prefill"), turn():
-        logits = repair(
+        found = repair(
             model,
             buffer,
             layout,
@@ -287,9 +290,10 @@ def _blended(
             shift=config.shift,
             rotary=rotary,
             covariance=covariance,
+            logits=logits,
         )
-        logits = logits.cpu()  # waits until the device has computed everything
-    return selected, logits
+        found = found.cpu()  # waits until the device has computed everything
+    return selected, found
 
 
 def _measured(

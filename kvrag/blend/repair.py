@@ -291,6 +291,7 @@ def repair(
     shift: float,
     rotary: Rotations | None,
     covariance: RowCovariance | None = None,
+    logits: int = 1,
 ) -> Tensor:
     """Recompute the selected rows of stale chunks and all live rows in a single forward.
 
@@ -305,15 +306,15 @@ def repair(
     covariance
         Covariance of the stitched rows. By default it is computed here, without the question's
         attention.
+    logits
+        1, or 0 if the prompt's KV alone is wanted: its last layer is then not computed to the end.
 
     Returns
     -------
     torch.Tensor
-        Logits ``(vocab,)`` of the prompt's last row, in the model's dtype.
+        Logits ``(vocab,)`` of the prompt's last row, in the model's dtype; empty if not wanted.
     """
     rows = torch.sort(torch.cat([selected, layout.live_rows])).values
-    if len(rows) == layout.num_tokens:
-        return model.forward(token_ids, Rows.span(0, len(rows)), buffer)[0][0, -1]
     shifting = None
     if rotary is not None and may_shift(layout, selected, shift):
         shifting = residual_shift(
@@ -321,4 +322,7 @@ def repair(
         )
         if shifting is not None and model.device.type == "cuda":
             shifting = shifting.for_tensor_cores(model.dtype)
-    return model.forward(token_ids[rows], Rows.at(rows), buffer, before_write=shifting)[0][0, -1]
+    is_whole = len(rows) == layout.num_tokens
+    at = Rows.span(0, len(rows)) if is_whole else Rows.at(rows)
+    found, _ = model.forward(token_ids[rows], at, buffer, logits=logits, before_write=shifting)
+    return found.flatten()

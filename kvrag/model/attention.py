@@ -286,7 +286,8 @@ def largest(probabilities: Tensor, kv_heads: int, rows: int, skip: int) -> Tenso
     ``probabilities`` are ``(B, H, R, keys)``, or packed as ``(B, H_kv, H / H_kv · R, keys)``.
     """
     by_row = probabilities.reshape(len(probabilities), kv_heads, -1, rows, probabilities.shape[-1])
-    return by_row[:, :, :, skip:].amax(dim=(2, 3))
+    # One dim after the other: over both at once, torch is 30 times slower where rows are skipped.
+    return by_row[:, :, :, skip:].amax(dim=3).amax(dim=2)
 
 
 def refuse_unknown(

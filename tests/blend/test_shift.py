@@ -92,6 +92,36 @@ def test_rows_change_as_the_repaired_rows_do_that_are_like_them():
     assert bool((found[stale][kinds[stale] == 1] < -0.4).all()), "the second by -1"
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3n_text", "gemma2"])
+def test_a_repair_for_its_kv_alone_writes_the_same(name):
+    """Without logits, the last layer is not computed to its end."""
+    layout, lm, found = chunks_of(40, 40), CausalLM(tiny_model(name, seed=3)), []
+    ids = torch.arange(layout.num_tokens) + 7
+    for logits in (1, 0):
+        torch.manual_seed(5)
+        buffer = lm.buffer(layout.num_tokens)
+        for layer in buffer.layers:
+            for side in layer:
+                side.normal_()
+        rotary = lm.rotary(layout.num_tokens)
+        found.append(
+            repairing.repair(
+                lm,
+                buffer,
+                layout,
+                ids,
+                torch.arange(10, 22),
+                shift=1.0,
+                rotary=rotary,
+                logits=logits,
+            )
+        )
+        found.append(torch.cat([side.flatten() for layer in buffer.layers for side in layer]))
+    assert torch.equal(found[1], found[3])
+    assert len(found[0]) == lm.vocab_size
+    assert len(found[2]) == 0
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "llama-yarn", "deepseek_v3-yarn"])
 def test_sixteen_bits_shift_keys_and_values_alike(name):
     """Rotate by a wider product, as on a device, and by passes over all rows."""
