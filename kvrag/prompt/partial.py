@@ -15,6 +15,8 @@ A missed part is computed live, so the bounds here cost time and never correctne
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress, count
+from operator import ne
 from typing import TYPE_CHECKING
 
 from kvrag.prompt.spans import ANCHOR_CHARS
@@ -93,8 +95,8 @@ def _first_part(
     if not chunks:
         return None
     text = text[start : min(stop, start + max(entry.num_chars for entry, _ in chunks))]
-    chunk, count = _longest(text, [ids for _, ids in chunks], lookup)
-    for end in range(count, max(count - MAX_BACK_OFF, lookup.min_tokens) - 1, -1):
+    chunk, longest = _longest(text, [ids for _, ids in chunks], lookup)
+    for end in range(longest, max(longest - MAX_BACK_OFF, lookup.min_tokens) - 1, -1):
         ids = chunk[:end]
         body = lookup.encoder.decode(ids)
         # As live text it must have the same ids: then it holds no control token in a spelling
@@ -113,14 +115,12 @@ def _longest(text: str, stored: Sequence[TokenIds], lookup: Lookup) -> tuple[Tok
     while True:
         ids = lookup.encoder.document_ids(text[:width])
         counts = [common(ids, chunk) for chunk in stored]
-        count, _, chunk = max((n, -len(c), c) for n, c in zip(counts, stored, strict=True))
-        if width >= len(text) or count < len(ids) - SETTLE_TOKENS:
-            return chunk, count
+        most, _, chunk = max((n, -len(c), c) for n, c in zip(counts, stored, strict=True))
+        if width >= len(text) or most < len(ids) - SETTLE_TOKENS:
+            return chunk, most
         width *= 4
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the common beginning."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+    return next(compress(count(), map(ne, a, b)), min(len(a), len(b)))
