@@ -88,7 +88,7 @@ types: setup ## Check types (strict)
 check: lint types ## What CI runs, but for the site and the wheel
 	$(MAKE) test COVER=1
 
-bench: bench-ttft bench-auto bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-masks bench-overhead bench-host ## All benchmarks but the peers; results go to benchmarks/results
+bench: bench-ttft bench-auto bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-masks bench-overhead bench-host ## The benchmarks that need no other programs, models of their own, or a GPU; results go to benchmarks/results
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd benchmarks && ../$(BIN)/python bench_ttft.py $(ARGS)
@@ -204,7 +204,7 @@ fuzz-reader: setup ## A million made-up inputs to all that reads stored bytes (s
 	$(PIP) install --quiet atheris
 	$(BIN)/python tests/reliability/fuzz_reader.py $(ARGS)
 
-gpu-check: ## What a GPU has to prove (docs/gpu.md): PART=a kernels, b TTFT and exactness, c more of the kernels; ten minutes each; OUT=folder; DRY_RUN=1 without a GPU
+gpu-check: ## What a GPU has to prove (docs/how-to/gpu.md): PART=a kernels, b TTFT and exactness, c more of the kernels; ten minutes each; OUT=folder; DRY_RUN=1 without a GPU
 	$(PYTHON) tests/gpu_check.py $(PART) $(if $(DRY_RUN),--dry-run) $(if $(OUT),--out $(OUT)) $(ARGS)
 
 kernel-compile: setup ## Every variant of every kernel for every architecture with both NVRTCs (seven core minutes; in CI they take turns)
