@@ -454,6 +454,14 @@ def facts_sealed(result: Result) -> str:
     return forms_table(result, methods, f"facts/sealed-{result['model']}.json")
 
 
+def facts_sealed_short(result: Result) -> str:
+    """Keep the sums over all forms."""
+    head, line, *rest = facts_sealed(result).splitlines(keepends=True)
+    return (
+        head + line + "".join([x for x in rest if not x.startswith("|") or x.startswith("| all")])
+    )
+
+
 TABLES: Tables = {
     "facts-forms": ("forms/facts/qwen2.5-coder-0.5b.json", facts_forms),
     "facts-qwen-05b": ("facts/qwen2.5-coder-0.5b.json", facts_default),
@@ -463,6 +471,7 @@ TABLES: Tables = {
     "facts-today": ("facts/default.json", facts_today),
     "facts-sealed-15b": ("facts/sealed-qwen2.5-coder-1.5b.json", facts_sealed),
     "facts-sealed": ("facts/sealed-qwen2.5-coder-0.5b.json", facts_sealed),
+    "facts-sealed-short": ("facts/sealed-qwen2.5-coder-0.5b.json", facts_sealed_short),
     "facts-published": ("facts/methods.json", facts_methods),
     "facts-needles": ("facts/published.json", facts_needles),
     "facts-equal": ("facts/published-equal.json", facts_equal),
