@@ -206,8 +206,9 @@ def test_requests_that_cannot_be_blended_are_left_to_vllm(connector, setting):
         {"skip_reading_prefix_cache": True},
         {"resumable": True},
         {"max_tokens": 10**6},
+        {"request_id": "cmpl-1-beam-0-2"},
     ):
-        request = Request("r", ids, **other)
+        request = Request(**{"request_id": "r", "ids": ids} | other)
         assert own.get_num_new_matched_tokens(request, 0) == (0, False), other
         assert finish_at_once(own, request)["fallback_reason"]
     silent = blend(connector, setting)  # the worker has not described its model

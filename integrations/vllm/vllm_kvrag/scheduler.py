@@ -87,6 +87,8 @@ class SchedulerSide:
             return Decision("none", "it asks for a full prefill")
         if request.resumable:
             return Decision("none", "its prompt is not complete")
+        if "-beam-" in request_id:  # vLLM gives it none of the client's parameters
+            return Decision("none", "it is a beam")
         if self._about is None:
             return Decision("none", "the worker has not described its model yet")
         if asked.precompute is not None:
