@@ -247,8 +247,11 @@ class Blender:
         except CancelledError:
             pass
         except Exception as error:  # a failure costs time, never the answer
-            words = "a prompt could not be blended (%s: %.200s); vLLM computes it"
-            logger.warning(words, type(error).__name__, error)
+            logger.warning(
+                "a prompt could not be blended (%s: %.200s); vLLM computes it",
+                type(error).__name__,
+                error,
+            )
         if job.precompute is None:
             self._room.release()
         self._done.put((job, said))

@@ -179,8 +179,9 @@ class SchedulerSide:
         if isinstance(metadata, Hello):
             self._about = metadata.about
             if metadata.about.fault:
-                words = "stored KV is reused in part, or not at all: %s"
-                logger.warning(words, metadata.about.fault)
+                logger.warning(
+                    "stored KV is reused in part, or not at all: %s", metadata.about.fault
+                )
         elif isinstance(metadata, Ended):
             self._adapters |= metadata.adapters
             for request_id, said in metadata.said.items():
