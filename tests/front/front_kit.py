@@ -90,7 +90,8 @@ class FakeVLLM:
         message = {"role": "assistant", "content": "".join(WORDS), "tool_calls": []}
         choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
         whole = {**head, "object": "chat.completion", "choices": choices, "usage": USAGE}
-        return JSONResponse({**whole, "kv_transfer_params": {"kvrag": RECORD}})
+        params = None if body.get("stop") else {"kvrag": RECORD}  # its API server finds the string
+        return JSONResponse({**whole, "kv_transfer_params": params})
 
     async def events(self, body, head):
         head = {**head, "object": "chat.completion.chunk"}

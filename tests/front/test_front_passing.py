@@ -22,6 +22,16 @@ def test_openais_client_gets_an_answer_and_how_it_was_made(client):
     assert client.completions.create(model="tiny", prompt="Who?").kvrag == [RECORD]
 
 
+def test_an_answer_that_a_stop_string_ends_says_how_it_was_made(client, fake, monkeypatch):
+    assert client.chat.completions.create(**ASK, stop="key").kvrag == [RECORD]
+    asked = fake.last["body"]["kv_transfer_params"]["kvrag"]["report"]
+    assert asked == fake.requests[-2]["body"]["kv_transfer_params"]["kvrag"]["stream"]
+    monkeypatch.setattr(fake, "answers_worker", False)
+    answer = client.chat.completions.create(**ASK, stop="key")
+    assert answer.choices
+    assert not hasattr(answer, "kvrag")
+
+
 def test_openais_client_gets_a_stream_and_its_last_event_says_how_it_was_made(client, fake):
     options = {"include_usage": True}
     events = list(client.chat.completions.create(**ASK, stream=True, stream_options=options))
@@ -201,6 +211,7 @@ def test_a_key_reaches_its_own_namespace_alone(guarded, path):
     body = {**ASK, "prompt": "Who?", "kv_transfer_params": theft}
     http.post(path, json=body, headers={"authorization": "Bearer sk-a"})
     own = fake.last["body"]["kv_transfer_params"]["kvrag"]
+    own.pop("stream", None)
     assert own == {"mode": "auto", "namespace": "default/acme"}
     assert "authorization" not in fake.last["headers"]
 

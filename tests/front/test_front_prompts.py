@@ -111,8 +111,24 @@ def test_options_of_reuse_become_parameters(client, fake):
     )
     params = fake.last["body"]["kv_transfer_params"]
     own = {"mode": "stitch", "repair": "fast", "trace": True, "namespace": "default"}
+    assert params["kvrag"].pop("stream")
     assert params["kvrag"] == own
     assert params["mine"] == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "mode"),
+    [
+        ({"n": 2}, "prefix"),
+        ({"n": "two"}, "prefix"),  # vLLM refuses it
+        ({"n": 1}, "auto"),
+        ({"n": None}, "auto"),
+        ({"n": 2, "kvrag": {"mode": "stitch"}}, "stitch"),
+    ],
+)
+def test_a_prompt_is_not_blended_for_each_of_its_answers(http, fake, asked, mode):
+    http.post("/v1/chat/completions", json={"messages": [], **asked})
+    assert fake.last["body"]["kv_transfer_params"]["kvrag"]["mode"] == mode
 
 
 @pytest.mark.parametrize(

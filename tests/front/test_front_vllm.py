@@ -102,6 +102,9 @@ def test_documents_are_computed_by_vllm_and_blended(url):
         told = "".join([e.choices[0].delta.content or "" for e in events if e.choices])
         assert told == answer.choices[0].message.content
         assert events[-1].kvrag[0]["exactness"] == "repaired"
+        cut = client.chat.completions.create(**asked, stop=told[0])  # its API server finds it
+        assert (cut.choices[0].finish_reason, cut.kv_transfer_params) == ("stop", None)
+        assert cut.kvrag[0]["exactness"] == "repaired"
         full = {**asked, "extra_body": {"kvrag": {"mode": "full"}}}
         assert client.chat.completions.create(**full).kvrag[0]["exactness"] != "repaired"
 

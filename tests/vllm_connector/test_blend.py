@@ -206,8 +206,9 @@ def test_requests_that_cannot_be_blended_are_left_to_vllm(connector, setting):
         {"skip_reading_prefix_cache": True},
         {"resumable": True},
         {"max_tokens": 10**6},
+        {"request_id": "cmpl-1-beam-0-2"},
     ):
-        request = Request("r", ids, **other)
+        request = Request(**{"request_id": "r", "ids": ids} | other)
         assert own.get_num_new_matched_tokens(request, 0) == (0, False), other
         assert finish_at_once(own, request)["fallback_reason"]
     silent = blend(connector, setting)  # the worker has not described its model
@@ -781,6 +782,33 @@ def test_a_slow_store_holds_no_step(connector, setting, blender, monkeypatch):
     start = time.monotonic()
     assert ended(blender)[1]["exactness"] == "repaired"
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("how", ["needed", "abandoned", "closed"])
+def test_a_thread_reads_one_prompt_ahead(connector, setting, blender, monkeypatch, how):
+    """Prompts that wait hold no KV, and a document that is erased meanwhile is not blended."""
+    ids, blocks = prompt_of(setting, 2, 0), list(range(30))
+    jobs = [job_of(connector, setting, ids, blocks, i, mode="stitch") for i in range(5)]
+    read, has_read = Blending.read, threading.Semaphore(0)
+
+    def reads(*args: Any) -> Any:
+        has_read.release()
+        return read(*args)
+
+    monkeypatch.setattr(Blending, "read", reads)
+    for job in jobs:
+        blender.submit(job)
+    assert [has_read.acquire(timeout=30) for _ in range(2)] == [True, True]
+    assert not has_read.acquire(timeout=0.5)
+    if how == "abandoned":
+        blender.abandon({job.request_id for job in jobs})
+    elif how == "closed":
+        blender.close()
+        assert not any(thread.is_alive() for thread in blender._threads)
+    found = blender.ended() if how == "closed" else [ended(blender) for _ in jobs]
+    assert {job.request_id for job, _ in found} == {job.request_id for job in jobs}
+    assert [said is not None for _, said in found] == [how == "needed"] * 5
+    assert blender._room._value == 2
 
 
 def test_precompute_is_answered_whatever_comes_of_it(connector, setting, blender, monkeypatch):

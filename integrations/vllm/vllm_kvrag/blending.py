@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_WAIT_S = 5.0
+IN_MEMORY = 2
+"""Prompts whose chunks are in memory: one is blended, and one waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ class Blender:
         self._came = threading.Event()
         self._done = queue.SimpleQueue[tuple[Job, Said | None]]()
         self._queues = [queue.SimpleQueue[tuple[Any, ...]]() for _ in range(3)]
+        self._room = threading.Semaphore(IN_MEMORY)
         cores = _cores()
         device = blending.lm.device
         # The worker's stream, too: what it computes for both is in order.
@@ -178,8 +181,7 @@ class Blender:
     def submit(self, job: Job) -> None:
         """Queue a job."""
         self._running[job.request_id] = threading.Event()
-        to_read, _, to_precompute = self._queues
-        (to_read if job.precompute is None else to_precompute).put((job,))
+        self._queues[0 if job.precompute is None else 2].put((job,))
 
     @property
     def is_busy(self) -> bool:
@@ -196,12 +198,9 @@ class Blender:
 
     def ended(self) -> list[tuple[Job, Said | None]]:
         """Return the jobs that have ended, with what to say; ``None`` if a job failed."""
-        found = []
-        with suppress(queue.Empty):
-            while True:
-                job, said = self._done.get_nowait()
-                found.append((job, said))
-                self._running.pop(job.request_id, None)
+        found = [self._done.get() for _ in range(self._done.qsize())]
+        for job, _ in found:
+            self._running.pop(job.request_id, None)
         return found
 
     def abandon(self, requests: Set[str]) -> None:
@@ -238,15 +237,23 @@ class Blender:
     def _do(self, work: Callable[..., Said | None], job: Job, *given: object) -> None:
         """Work on a job; it has ended if that says something, or fails."""
         said = None
+        if work == self._read:  # held until the job ends, by whichever thread
+            self._room.acquire()
         try:
-            is_needed = not self._running[job.request_id].is_set()
-            if is_needed and (said := work(job, *given)) is None:
-                return  # it has only been read
+            if not self._running[job.request_id].is_set():
+                said = work(job, *given)
+                if said is None:
+                    return  # it has only been read
         except CancelledError:
             pass
         except Exception as error:  # a failure costs time, never the answer
-            words = "a prompt could not be blended (%s: %.200s); vLLM computes it"
-            logger.warning(words, type(error).__name__, error)
+            logger.warning(
+                "a prompt could not be blended (%s: %.200s); vLLM computes it",
+                type(error).__name__,
+                error,
+            )
+        if job.precompute is None:
+            self._room.release()
         self._done.put((job, said))
         self._came.set()
 

@@ -21,8 +21,9 @@ class Asked:
     """What a request asks for in ``kv_transfer_params["kvrag"]``.
 
     ``precompute`` holds the arguments of :meth:`kvrag.KVRagEngine.precompute`. With ``trace`` the
-    response names the origin of every token. A ``stream`` has an id, by which a later request asks
-    for its ``report``: vLLM's streams say nothing about KV.
+    response names the origin of every token. ``stream`` is an id by which a later request asks for
+    the ``report``: vLLM says nothing about the KV of streams and of answers that a stop string
+    ends.
     """
 
     mode: Mode = "auto"

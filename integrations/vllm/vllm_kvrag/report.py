@@ -11,8 +11,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-MOST_STREAMS = 1000
-
 
 def tokens_of(said: dict[str, Any]) -> dict[str, int]:
     """Return the number of a prompt's tokens by the origin of their KV."""
@@ -20,16 +18,6 @@ def tokens_of(said: dict[str, Any]) -> dict[str, int]:
     for origin, num_tokens in said["sources"]:
         found[origin] += num_tokens
     return dict(found)
-
-
-class Records(dict[str, dict[str, Any]]):
-    """What is said of ended streams, by their ids, until it is asked for."""
-
-    def keep(self, stream: str, said: dict[str, Any]) -> None:
-        """Keep what is said of a stream; the oldest of :data:`MOST_STREAMS` goes."""
-        self[stream] = said
-        if len(self) > MOST_STREAMS:
-            del self[next(iter(self))]
 
 
 class Counts(KVConnectorStats):

@@ -19,7 +19,7 @@ from vllm_kvrag.blending import Job, Said
 from vllm_kvrag.messages import Ended, Hello, Jobs
 from vllm_kvrag.planning import Asked, Decision, Planner
 from vllm_kvrag.private import PrivateBlocks
-from vllm_kvrag.report import Counts, Records, tokens_of
+from vllm_kvrag.report import Counts, tokens_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
+MOST_RECORDS = 1000
 FAILED = "its stored KV could not be used (vLLM's log says why)"
 
 
@@ -48,7 +49,8 @@ class SchedulerSide:
         self._decisions = dict[str, tuple[int, Decision]]()
         self._private = PrivateBlocks(vllm_config.cache_config.block_size)
         self._said = dict[str, Said]()
-        self._streams = Records()
+        # By the id that an ended request had, until it is asked for.
+        self._records = dict[str, Said]()
         self._waiting: list[Job] = []
         self._counts = Counts()
 
@@ -85,6 +87,8 @@ class SchedulerSide:
             return Decision("none", "it asks for a full prefill")
         if request.resumable:
             return Decision("none", "its prompt is not complete")
+        if "-beam-" in request_id:  # vLLM gives it none of the client's parameters
+            return Decision("none", "it is a beam")
         if self._about is None:
             return Decision("none", "the worker has not described its model yet")
         if asked.precompute is not None:
@@ -156,7 +160,7 @@ class SchedulerSide:
         with suppress(Exception):  # parameters may be anything
             asked = Asked.of(request.kv_transfer_params)
         if asked.report:
-            return {"kvrag": {"report": self._streams.pop(asked.report, None)}}
+            return {"kvrag": {"report": self._records.pop(asked.report, None)}}
         if "exactness" in said:
             self._counts.add(said)
             said = said | {"tokens": tokens_of(said)}
@@ -165,7 +169,9 @@ class SchedulerSide:
         if asked.describe and self._about is not None:
             said = said | self._about.said()
         if asked.stream:
-            self._streams.keep(asked.stream, said)
+            self._records[asked.stream] = said
+            if len(self._records) > MOST_RECORDS:
+                del self._records[next(iter(self._records))]
         return {"kvrag": said}
 
     def hear(self, metadata: Any) -> None:
@@ -173,8 +179,9 @@ class SchedulerSide:
         if isinstance(metadata, Hello):
             self._about = metadata.about
             if metadata.about.fault:
-                words = "stored KV is reused in part, or not at all: %s"
-                logger.warning(words, metadata.about.fault)
+                logger.warning(
+                    "stored KV is reused in part, or not at all: %s", metadata.about.fault
+                )
         elif isinstance(metadata, Ended):
             self._adapters |= metadata.adapters
             for request_id, said in metadata.said.items():

@@ -169,15 +169,13 @@ async def _complete(request: Request, tokenise: Tokenise) -> Response:
     namespace = desk_of(request).namespace(request.state.tenant)
     options = take_options(body)
     put_options(body, options, namespace)
-    report = None
-    if record.is_stream and _wants_usage(body):
-        report = body["kv_transfer_params"]["kvrag"]["stream"] = uuid.uuid4().hex
+    report = body["kv_transfer_params"]["kvrag"]["stream"] = uuid.uuid4().hex
     if body.get("model") in (None, "", desk_of(request).name):
         record.model = desk_of(request).name
         body = await run_in_threadpool(
             tokenised, tokenise, planner_of(request), body, options, namespace
         )
-    return await upstream_of(request).pass_on(request, _written(body), report=report, records=True)
+    return await upstream_of(request).pass_on(request, _written(body), report)
 
 
 def _object(content: bytes) -> Body | None:
@@ -203,8 +201,3 @@ def _written(body: Body) -> bytes:
 
 def _too_deep() -> APIError:
     return APIError(400, "the body nests too deep; make it flatter", "invalid_value")
-
-
-def _wants_usage(body: Body) -> bool:
-    options = body.get("stream_options")
-    return isinstance(options, dict) and bool(options.get("include_usage"))

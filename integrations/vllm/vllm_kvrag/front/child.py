@@ -32,6 +32,7 @@ CONNECTOR = {
     "kv_load_failure_policy": "recompute",
 }
 _THE_FRONTS = "the front sets it"
+_PER_ENGINE = "start a front per engine, on a shared store"
 OWN = {
     "--model": "name it before --",
     "--config": "write the file's options behind --",
@@ -51,6 +52,9 @@ OWN = {
     "--tokenizer": "put the tokenizer into the model's directory",
     "--tokenizer-mode": "the front tokenises as transformers does",
     "--revision": "download it, and name its directory",
+    "--data-parallel-size": _PER_ENGINE,
+    "-dp": _PER_ENGINE,
+    "--exclude-tools-when-tool-choice-none": "leave tools out of such requests",
     "--headless": "the front needs vLLM's server",
 }
 """vLLM's options that the front must know, with the remedy."""
@@ -103,7 +107,7 @@ def check_given(words: Sequence[str]) -> None:
         option = re.split(r"[=.]", word)[0].replace("_", "-")
         if option in OWN:
             raise ConfigError(
-                f"{option} behind -- has no effect before vLLM; leave it out: {OWN[option]}"
+                f"{option} behind -- has no effect or does harm; leave it out: {OWN[option]}"
             )
 
 

@@ -69,9 +69,13 @@ def put_options(body: Body, options: AnswerOptions, namespace: str) -> None:
     """Put the options of reuse into a body; the namespace is the key's, whatever the client sent.
 
     All of the client's own ``kv_transfer_params.kvrag`` is dropped: it could name others' chunks.
+    vLLM would blend a prompt once for each of several answers.
     """
     given = body.get("kv_transfer_params")
-    own: Body = {"mode": options.mode, "namespace": namespace}
+    mode = options.mode
+    if mode == "auto" and body.get("n") not in (None, 1):
+        mode = "prefix"
+    own: Body = {"mode": mode, "namespace": namespace}
     if options.repair is not None:
         own["repair"] = options.repair
     if options.trace:

@@ -80,7 +80,7 @@ def started(
         child = Child(command)
         with closing(child):
             transport = httpx.HTTPTransport(uds=uds)
-            with httpx.Client(transport=transport, base_url="http://vllm", timeout=5.0) as client:
+            with httpx.Client(transport=transport, base_url="http://vllm") as client:
                 child.wait(client)
             child.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))
             upstream = Upstream(uds=uds, fault=lambda: child.fault)

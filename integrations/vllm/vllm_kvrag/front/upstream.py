@@ -54,20 +54,18 @@ class Upstream:
         transport = httpx.AsyncHTTPTransport(uds=uds, limits=limits)
         self.client = httpx.AsyncClient(transport=transport, base_url=url, timeout=None)
 
-    async def pass_on(
-        self, request: Request, body: bytes, *, report: str | None = None, records: bool = False
-    ) -> Response:
+    async def pass_on(self, request: Request, body: bytes, report: str | None = None) -> Response:
         """Send a request with this body, and return the answer.
 
-        ``records``: a whole answer gets the field ``kvrag``. ``report``: the id of a stream, by
-        which vLLM's worker knows its record; the event with the usage gets the field.
+        ``report``: the id of a completion, by which vLLM's worker knows its record. A whole answer,
+        or the event of a stream that has the usage, gets it as the field ``kvrag``.
         """
         answer = await self._send(request, body)
         is_stream = answer.headers.get("content-type", "").startswith(EVENTS)
         headers = [(name, value) for name, value in answer.headers.raw if not _is(name, _RETURNED)]
         response: Response
-        if records and answer.status_code == 200 and not is_stream:
-            response = Response(with_record(await answer.aread()))
+        if report is not None and answer.status_code == 200 and not is_stream:
+            response = Response(await self._with_record(await answer.aread(), report))
             headers = [each for each in headers if not _is(each[0], ("content-length",))]
             headers += [each for each in response.raw_headers if each[0] == b"content-length"]
         else:
@@ -180,6 +178,15 @@ class Upstream:
                 yield event + b"\n\n"
         yield left
 
+    async def _with_record(self, content: bytes, report: str) -> bytes:
+        """Return a JSON answer with its record of reuse in the field ``kvrag``.
+
+        vLLM gives none with an answer that a stop string ends. Without one it stays as it is.
+        """
+        data = json.loads(content)
+        record = (data.get("kv_transfer_params") or {}).get("kvrag") or await self._report(report)
+        return content if record is None else json.dumps({**data, "kvrag": [record]}).encode()
+
     async def _report(self, report: str) -> Any:
         try:
             return (await self.ask(RECORD_S, report=report)).get("report")
@@ -198,18 +205,6 @@ def error_of(told: Mapping[str, Any]) -> KVRagError:
     if not (isinstance(kind, type) and issubclass(kind, KVRagError)):
         kind = KVRagError
     return kind(str(told["error"]))
-
-
-def with_record(content: bytes) -> bytes:
-    """Return a JSON answer with its record of reuse in the field ``kvrag``, as kvrag's own server.
-
-    An answer without a record stays as it is.
-    """
-    data = json.loads(content)
-    params = data.get("kv_transfer_params") or {}
-    if "kvrag" not in params:
-        return content
-    return json.dumps({**data, "kvrag": [params["kvrag"]]}).encode()
 
 
 def _usage_of(event: bytes) -> dict[str, Any] | None:
