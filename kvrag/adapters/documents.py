@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from numbers import Integral
 from typing import Any
 from uuid import UUID
@@ -11,7 +12,7 @@ from pydantic import Field
 
 from kvrag.config import config_class, parameters_of
 from kvrag.engine import KVRagEngine
-from kvrag.errors import InputError
+from kvrag.errors import InputError, KVRagError
 from kvrag.hooks import (
     Content,
     HookOptions,
@@ -60,8 +61,10 @@ class DocumentKV:
     def __init__(self, llm: Any = None, **options: Any) -> None:
         self.llm = llm
         self.options = AdapterOptions(llm=llm, **options)
-        names = ("namespace", "collection")
-        self._where = {name: getattr(self.options, name) for name in names}
+        self._where = {
+            "namespace": self.options.namespace,
+            "collection": self.options.collection,
+        }
         if isinstance(llm, RemoteHost):  # an engine opens when it is needed
             llm.check_options(**self.options.shared())
         in_collection((), self.options.collection)  # raises if it is not a name
@@ -81,7 +84,7 @@ class DocumentKV:
         """Key of the namespace and the collection, for tables that are kept beside the KV."""
         namespace, collection = self._where.values()
         if namespace is None:
-            namespace = getattr(self.host, "namespace", "")  # of a server: its key's, unknown here
+            namespace = getattr(self.llm, "namespace", "")  # of a server: its key's, unknown here
         below = "" if collection is None else f" {below_collection(collection)}"
         return namespace_digest(namespace) + below
 
@@ -96,15 +99,17 @@ class DocumentKV:
     def changed(self, named: Iterable[tuple[str, str]]) -> list[str]:
         """Return the ids of documents, given as ``(id, text)``, with the stored KV of other texts.
 
-        That KV must be deleted even if storing the new text fails.
+        That KV must be deleted even if storing the new text fails. A server erases it when it gets
+        the new text. What fails here fails again in :meth:`precompute`, which raises it or warns.
         """
-        host = self.host
-        if isinstance(host, RemoteHost):
-            return []  # a server erases the KV of replaced texts when it gets the new texts
-        texts = dict(named)
-        items = list(map(Item.of, in_collection(texts, self._where["collection"]), texts.values()))
-        changed = set(replaced_ids(host.store, items, host.space_of(self._where["namespace"])))
-        return [name for name, item in zip(texts, items, strict=True) if item.doc_id in changed]
+        with suppress(KVRagError):
+            host = self.engine
+            texts = dict(named)
+            stored_as = in_collection(texts, self._where["collection"])
+            items = list(map(Item.of, stored_as, texts.values()))
+            changed = set(replaced_ids(host.store, items, host.space_of(self._where["namespace"])))
+            return [name for name, item in zip(texts, items, strict=True) if item.doc_id in changed]
+        return []
 
     def prefetch(self, items: Any, *, content: Content = "text") -> None:
         """Start reading the KV of retrieved documents; return at once, and never raise."""

@@ -52,8 +52,11 @@ else:  # pydantic must neither check these nor put them into a schema
     Device = Dtype = Any
 
 _OF_ENGINE = inspect.signature(KVRagEngine.get).parameters.keys()
-_OF_CALL = RequestOptions.__pydantic_fields__  # type: ignore[attr-defined]
-"""Options of a request, as the engine names them."""
+_OF_CALL = RequestOptions.__pydantic_fields__.keys() - {  # type: ignore[attr-defined]
+    "logprobs",
+    "prompt_logprobs",
+}
+"""Options of a request, as the engine names them, but those whose results frameworks drop."""
 
 HISTORY_BYTES = min(2**30, host_memory() // 16)
 """Budget for the KV of finished requests where ``StoreConfig.history_bytes`` names none."""
@@ -208,8 +211,12 @@ class EngineFields(BaseModel):
                 continue
             if name in type(self).model_fields:
                 raise ConfigError(f"{name!r} is no option of a call; pass {of}({name}=...)")
-            known = [*(self.aliases.get(each, each) for each in _OF_CALL), *self.call_options]
-            raise unknown_option(name, known, of=of, aliases=self.aliases)
+            raise unknown_option(
+                name,
+                [*(self.aliases.get(each, each) for each in _OF_CALL), *self.call_options],
+                of=of,
+                aliases=self.aliases,
+            )
         try:
             return RequestOptions(**options)
         except ConfigError as error:
@@ -234,7 +241,7 @@ class EngineFields(BaseModel):
 
     def request_options(self) -> dict[str, Any]:
         """Return the options of a request that are no options of the engine."""
-        names = _OF_CALL.keys() & type(self).model_fields.keys() - _OF_ENGINE
+        names = _OF_CALL & type(self).model_fields.keys() - _OF_ENGINE
         return {name: getattr(self, name) for name in names}
 
     def own_prefix(self, prefix: Any) -> Any:

@@ -62,16 +62,22 @@ def ask(
 ) -> None:
     """Answer a question; precomputed chunks in its context are found automatically."""
     asked = engine.name_model(ctx, words, most=int(prompt_file is None))
-    if not asked and prompt_file is None:
+    given = None
+    if prompt_file is not None:
+        if context:
+            raise InputError(
+                "--prompt-file holds the whole prompt; leave out --context, or pass a question in "
+                "place of the file"
+            )
+        given = read_prompt(prompt_file)
+    elif not asked:
         raise InputError(
             "pass a model and a question, as in: kvrag ask MODEL 'Who?'; or --prompt-file"
         )
-    question = asked[0] if asked else ""
-    given = None if prompt_file is None else read_prompt(prompt_file)
-    texts = list(read_documents(context).values()) if context else []
+    texts = read_documents(context) if context else {}
     SamplingConfig(**sampling)  # refused values are refused before the model loads
     with closing(engine.open(repair=repair)) as opened:
-        prompt = _prompt_of(question, texts, opened.encoder, engine) if given is None else given
+        prompt = _prompt_of(asked[0], texts, opened.encoder, engine) if given is None else given
         stream = opened.stream(prompt, **{"mode": mode, **sampling})
         for piece in stream:
             # Standard output has the answer alone.
@@ -89,13 +95,15 @@ def ask(
 
 
 def _prompt_of(
-    question: str, texts: list[str], encoder: PromptEncoder, engine: EngineGroup
+    question: str, texts: dict[str, str], encoder: PromptEncoder, engine: EngineGroup
 ) -> Prompt:
     """Put the context before the question.
 
     The prompt is messages if the model has a chat template and no prefix is given as text.
     """
-    body: list[str | Chunk] = [part for text in texts for part in (*encoder.guarded(text), "\n\n")]
+    body: list[str | Chunk] = [
+        part for text in texts.values() for part in (*encoder.guarded(text), "\n\n")
+    ]
     body.append(f"Question: {question}" if texts else question)
     prefix = engine.get("prefix")
     system = engine.get("system")
@@ -147,20 +155,23 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Show the known chunks of a prompt, and why other text has no KV; nothing is computed."""
-    prompt = (*engine.name_model(ctx, words, most=1), str(STDIN))[0]
-    texts = list(read_documents(context).values()) if context else []
-    given = None if context else read_prompt(Path(prompt))
+    asked = engine.name_model(ctx, words, most=1)
+    if context and not asked:
+        raise InputError(
+            "pass the question that follows --context, as in: kvrag explain MODEL 'Who?' -c FILE"
+        )
+    texts = read_documents(context) if context else {}
+    given = None if context else read_prompt(Path(asked[0]) if asked else STDIN)
     with closing(engine.open(repair=repair)) as opened:
-        asked = _prompt_of(prompt, texts, opened.encoder, engine) if given is None else given
-        found = opened.explain(asked, mode=mode)  # type: ignore[arg-type]
+        prompt = _prompt_of(asked[0], texts, opened.encoder, engine) if given is None else given
+        found = opened.explain(prompt, mode=mode)  # type: ignore[arg-type]
     title = (
         f"{found.prompt_tokens} tokens, {found.hits} chunk(s) with KV, would run in mode "
         f"{found.mode!r}"
     )
-    spans = grid(title, ">tokens|kind|KV|text|reason", map(_span_cells, found.spans))
     show(
         {**asdict(found), "hits": found.hits},
-        spans,
+        grid(title, ">tokens|kind|KV|text|reason", map(_span_cells, found.spans)),
         *found.notes,
         f"repair: {found.repair}",
         as_json=as_json,

@@ -203,7 +203,7 @@ def read_lines(file: Path, what: str) -> Iterator[tuple[str, Any]]:
 
     Also yields the place of every value, for messages. Empty lines are left out.
     """
-    for number, line in enumerate(read_text(file).splitlines(), start=1):
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
         where = f"line {number} of {str(file)!r}"
         if line.strip():
             try:

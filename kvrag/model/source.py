@@ -259,7 +259,7 @@ def resolve_dtype(source: ModelSource) -> str | torch.dtype:
         if resolve_device(source).type == "cpu":
             return torch.float32
         return "auto"
-    dtype = getattr(torch, source.dtype, None) if isinstance(source.dtype, str) else source.dtype
+    dtype = getattr(torch, str(source.dtype).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(
             f"dtype is {source.dtype!r}; use 'auto', 'float32', 'bfloat16' or 'float16'"

@@ -385,6 +385,8 @@ def test_rounded_kv_from_precompute_to_answer(run, notes):
         (["ask", "hi", "--dtype", "int3"], ["int3"]),
         (["ask", "hi", "--prefix", "a", "--system", "b"], ["--prefix", "--system"]),
         (["ask"], ["--prompt-file"]),
+        (["ask", "--prompt-file", "a-file", "-c", "a-file"], ["leave out --context"]),
+        (["explain", "-c", "a-file"], ["pass the question", "kvrag explain MODEL 'Who?'"]),
         (["ask", "hi", "--kv-dir", "a-file"], ["a-file"]),
         (["precompute", "nowhere.md"], ["nowhere.md"]),
         (["precompute", "empty"], ["no text"]),
@@ -407,7 +409,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(run, tmp_path, args, words):
     (tmp_path / "a-file").write_text("not a store")
     (tmp_path / "empty").mkdir()
     (tmp_path / "latin.txt").write_bytes("K\xe4se".encode("latin-1"))
-    (tmp_path / "bad.jsonl").write_text('"fine"\n{broken\n')
+    (tmp_path / "bad.jsonl").write_text('"fi\u2028n\x85e"\n{broken\n', "utf-8")
     (tmp_path / "odd.jsonl").write_text("[1, 2]\n")
     refused(run(*args), *words)
     assert not (tmp_path / "nowhere").exists(), "looking at a store must not make one"

@@ -253,8 +253,9 @@ async def test_options_of_a_call_are_honoured(make, kind, way):
     ]
     assert sampled[0] == sampled[1] != sampled[2]
     assert plain == await asked(model, way)
-    for option in ({"temprature": 1.0}, {"repair": "all"}):
-        with pytest.raises(ConfigError, match=r"did you mean 'temperature'|repair"):
+    dropped = ({"logprobs": 2}, {"prompt_logprobs": 1})
+    for option in ({"temprature": 1.0}, {"repair": "all"}, *dropped):
+        with pytest.raises(ConfigError, match=r"did you mean 'temperature'|repair|logprobs"):
             await asked(model, way, **option)
 
 

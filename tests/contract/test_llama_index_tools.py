@@ -73,18 +73,20 @@ async def ask(llm: KVRagLLM, way: str, *tools: Any, **options: Any) -> list[Any]
 # -- calls ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("allowed", [2, 1])
 @pytest.mark.parametrize("way", WAYS)
-async def test_an_answer_calls_tools_in_every_way_of_asking(llm, monkeypatch, way):
+async def test_an_answer_calls_tools_in_every_way_of_asking(llm, monkeypatch, caplog, way, allowed):
     assert llm.metadata.is_function_calling_model
     scripted(monkeypatch, llm.engine, f"Let me see.\n{CALL}\n{called('now')}")
-    responses = await ask(llm, way, allow_parallel_tool_calls=True)
+    responses = await ask(llm, way, allow_parallel_tool_calls=allowed == 2)
     last = responses[-1]
     calls = llm.get_tool_calls_from_response(last)
     assert [(call.tool_name, call.tool_kwargs) for call in calls] == [
         ("search", {"query": "the ledger"}),
         ("now", {}),
-    ]
-    assert len({call.tool_id for call in calls}) == 2
+    ][:allowed]
+    assert len({call.tool_id for call in calls}) == allowed
+    assert caplog.text.count("calls 2 tools; parallel calls are not allowed") == 2 - allowed
     assert last.message.content == "Let me see."
     assert last.raw["kvrag"]["finish_reason"] == "tool_calls"
     assert "".join(response.delta or "" for response in responses) in ("", "Let me see.")

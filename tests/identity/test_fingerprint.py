@@ -326,6 +326,7 @@ def test_extra_keys_tell_kv_apart_but_share_the_weights(tiny_dir):
 
 def test_dtype_names_are_understood(tiny_dir):
     assert resolve_dtype(ModelSource(tiny_dir, dtype="bfloat16")) is torch.bfloat16
+    assert resolve_dtype(ModelSource(tiny_dir, dtype="torch.bfloat16")) is torch.bfloat16
     assert resolve_dtype(ModelSource(tiny_dir, dtype=torch.float16)) is torch.float16
     assert resolve_dtype(ModelSource(tiny_dir, device="cpu")) is torch.float32
 

@@ -9,6 +9,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -339,8 +340,11 @@ def test_index_keeps_kv_in_step(store, chat, chunks, cleanup):
         assert (kept(chat, chunks), chat.engine.document_ids()) == ([], [])
 
 
-def test_a_fault_of_kv_does_not_lose_documents(store, chat, chunks, monkeypatch):
-    monkeypatch.setattr(chat.engine, "precompute", raising(StoreError, "the disk is full"))
+@pytest.mark.parametrize("name", ["precompute", "store.catalog.document_texts"])
+def test_a_fault_of_kv_does_not_lose_documents(store, chat, chunks, monkeypatch, name):
+    *path, last = name.split(".")
+    part = reduce(getattr, path, chat.engine)
+    monkeypatch.setattr(part, last, raising(StoreError, "the disk is full"))
     with pytest.warns(UserWarning, match="the disk is full"):
         store.add_texts(chunks[:2], ids=["a", "b"])
     assert len(store.get_by_ids(["a", "b"])) == 2

@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 from llama_index.core import PromptTemplate, Settings
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
@@ -120,6 +121,7 @@ def test_the_serialised_form_makes_the_same_llm(make):
         stop=["x"],
         model_kwargs={"revision": "main"},
         prefix="Notes:",
+        dtype=torch.float32,
     )
     again = KVRagLLM.from_dict(json.loads(llm.to_json()))
     assert again.engine is llm.engine

@@ -285,11 +285,12 @@ def test_an_engine_will_do_as_llm(engine):
     assert engine.document_ids() == []
 
 
-def test_faults_of_kv_are_warnings_unless_asked_for(llm, monkeypatch):
-    fail = raising(StoreError, "the disk is full")
-
-    monkeypatch.setattr(KVRagEngine, "precompute", fail)
-    monkeypatch.setattr(KVRagEngine, "delete", fail)
+@pytest.mark.parametrize(
+    ("kind", "names"), [(KVRagEngine, ("precompute", "delete")), (KVRagLLM, ("open_engine",))]
+)
+def test_faults_of_kv_are_warnings_unless_asked_for(llm, monkeypatch, kind, names):
+    for name in names:
+        monkeypatch.setattr(kind, name, raising(StoreError, "the disk is full"))
     store = KVRagVectorStore()
     with pytest.warns(UserWarning, match=r"was not precomputed .* the disk is full"):
         store.add([node(chunks(1)[0], id_="a", document="d")])

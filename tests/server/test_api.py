@@ -230,11 +230,12 @@ def test_metrics_count_what_was_answered(http, client, chunks):
     assert sample(http, "kvrag_requests_running") == 0
 
 
-@pytest.mark.parametrize("text", ["key", "=key", "a="])
-def test_keys_without_a_tenant_are_refused(text, monkeypatch):
+@pytest.mark.parametrize("text", ["key", "=key", "a=", "a=same,b=same"])
+def test_keys_without_a_tenant_of_their_own_are_refused(text, monkeypatch):
     monkeypatch.setenv("KVRAG_API_KEYS", text)
-    with pytest.raises(ConfigError, match="tenant=key"):
+    with pytest.raises(ConfigError, match="tenant=key") as raised:
         keys_of_environment()
+    assert "same" not in str(raised.value)
     monkeypatch.setenv("KVRAG_API_KEYS", "a=x, b=y=z")
     assert keys_of_environment() == {"x": "a", "y=z": "b"}
 

@@ -19,7 +19,7 @@ from server_kit import served
 from texts import make_chunks
 
 from kvrag import ConfigError, KVRagEngine
-from kvrag.testing.models import tiny_model
+from kvrag.testing.models import save_tiny_model, tiny_model
 from kvrag_server import ServerConfig, schema
 from kvrag_server.fields import ALIASES, HINTS, NEUTRAL, ONLY_WITH, REMEDIES, asks_for_nothing
 
@@ -701,3 +701,17 @@ def test_without_a_limit_an_answer_has_what_the_window_leaves_up_to_the_servers(
         (4096, 120): 8,
         (4096, 128): 400,
     }
+
+
+@pytest.mark.parametrize(("most", "length"), [(4096, 64), (20, 20)])
+def test_answers_without_a_limit_leave_room_in_a_short_window_of_reuse(tmp_path, most, length):
+    directory = save_tiny_model(tmp_path, "phi3-longrope")
+    text = "The keeper of the ledger has the key. " * 8
+    with closing(KVRagEngine.from_pretrained(directory, prove="off", context=None)) as engine:
+        engine.precompute([text])
+        assert engine.loaded.lm.reuse_window == 3000
+        with served(engine, ServerConfig(max_tokens=most)) as (_, url):
+            body = {"prompt": text, "logit_bias": {"9": 100}, "kvrag": {"mode": "stitch"}}
+            made = httpx.post(url + TEXT, json=body, timeout=60).json()
+    assert made["usage"]["completion_tokens"] == length
+    assert made["kvrag"][0]["fallback_reason"] is None

@@ -158,8 +158,7 @@ class KVRagClient(RemoteHost):
         if isinstance(ids, str):
             ids = [ids]
         names = list(dict.fromkeys(self.stored_ids(ids or (), collection)))
-        parts = _parts(names, PART_IDS)
-        return sum([self._delete({"ids": part}) for part in parts])
+        return sum([self._delete({"ids": part}) for part in _parts(names, PART_IDS)])
 
     def document_ids(
         self, *, collection: str | None = None, namespace: str | None = None

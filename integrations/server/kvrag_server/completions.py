@@ -17,14 +17,14 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect
 
-from kvrag import AsyncTokenStream, Chunk, GenerationResult
+from kvrag import Chunk, GenerationResult
 from kvrag.adapters import Delta, Prompt
 from kvrag_server.errors import APIError, as_api_error
 from kvrag_server.fields import JsonObject
 from kvrag_server.metrics import Timer
 from kvrag_server.record import RequestRecord
 from kvrag_server.schema import ChatRequest, Message, Reuse, TextRequest
-from kvrag_server.service import Fitting, Service, service_of
+from kvrag_server.service import Answer, Service, service_of
 from kvrag_server.shapes import CHAT, TEXT, LogprobStream, LogprobWriter, Shape, calls_of, usage_of
 
 # After this wait a stream begins without a first token, so that its client sees a sign of life.
@@ -280,7 +280,7 @@ def _in_one(result: GenerationResult) -> Delta:
 async def _work(
     service: Service,
     request: Request,
-    streams: Sequence[AsyncTokenStream | Fitting],
+    streams: Sequence[Answer],
     arrived: Arrivals,
     timer: Timer,
 ) -> None:
@@ -289,7 +289,7 @@ async def _work(
     The slot is released when the streams end, even if the client reads slowly.
     """
 
-    async def read(index: int, stream: AsyncTokenStream | Fitting) -> None:
+    async def read(index: int, stream: Answer) -> None:
         try:
             async for text in stream:
                 timer.note_piece(index)
@@ -317,7 +317,7 @@ async def _events(
 ) -> AsyncIterator[ServerSentEvent]:
     """Yield a completion as OpenAI's events; an error after the first byte is an event, too."""
     kind = shape.object + ".chunk" if shape.is_chat else shape.object
-    wants_usage = body.stream_options is not None and body.stream_options.include_usage
+    wants_usage = getattr(body.stream_options, "include_usage", False)
     results: dict[int, GenerationResult] = {}
 
     def event(choices: list[JsonObject], **more: Any) -> ServerSentEvent:

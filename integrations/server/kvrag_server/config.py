@@ -136,14 +136,12 @@ def _is_loopback(host: str) -> bool:
 def keys_of_environment() -> dict[str, str]:
     """Return tenants by key from :data:`KEYS_VARIABLE`; raise ``ConfigError`` for bad entries."""
     found = {}
-    for pair in filter(
-        None, (part.strip() for part in os.environ.get(KEYS_VARIABLE, "").split(","))
-    ):
-        tenant, mark, key = pair.partition("=")
-        if not (mark and tenant and key):
+    for pair in filter(None, map(str.strip, os.environ.get(KEYS_VARIABLE, "").split(","))):
+        tenant, _, key = pair.partition("=")
+        if not (tenant and key) or key in found:
             raise ConfigError(
-                f"{KEYS_VARIABLE} has an entry without a tenant or a key; write "
-                "tenant=key,tenant=key"
+                f"{KEYS_VARIABLE} has an entry without a tenant or a key, or a key twice; write "
+                "tenant=key,tenant=key, with a key for each tenant"
             )
         found[key] = tenant
     return found

@@ -41,17 +41,17 @@ async def precompute(body: PrecomputeRequest, request: Request) -> JsonObject:
             announced=True,
             show_progress=False,  # the client waits, without a terminal
         )
-        report = await to_thread.run_sync(run, limiter=service.precomputes)
-    return asdict(report)
+        return asdict(await to_thread.run_sync(run, limiter=service.precomputes))
 
 
 @router.get("/documents")
 async def documents(request: Request, collection: str | None = None) -> JsonObject:
     """List the ids of the documents that have KV."""
     desk = desk_of(request)
-    namespace = desk.namespace(request.state.tenant)
     found = await run_in_threadpool(
-        desk.library.document_ids, collection=collection, namespace=namespace
+        desk.library.document_ids,
+        collection=collection,
+        namespace=desk.namespace(request.state.tenant),
     )
     return {"object": "list", "data": found}
 
@@ -60,9 +60,11 @@ async def documents(request: Request, collection: str | None = None) -> JsonObje
 async def delete(body: DeleteRequest, request: Request) -> dict[str, int]:
     """Delete documents, and erase the KV that no other document needs."""
     desk = desk_of(request)
-    namespace = desk.namespace(request.state.tenant)
     gone = await run_in_threadpool(
-        desk.library.delete, body.ids, collection=body.collection, namespace=namespace
+        desk.library.delete,
+        body.ids,
+        collection=body.collection,
+        namespace=desk.namespace(request.state.tenant),
     )
     return {"erased_chunks": gone}
 

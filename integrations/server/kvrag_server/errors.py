@@ -182,17 +182,14 @@ def refusal(errors: Iterable[Mapping[str, Any]], body: Any) -> APIError:
     if kind == "value_error":
         return APIError(400, f"{param or 'the body'}: {demand}", "invalid_value", param=param)
     if param is None:
-        return APIError(400, f"the body is no JSON object; {_sent(body)}", "invalid_value")
+        remedy = "send one JSON object"
+        if isinstance(body, bytes):
+            remedy = "its content type is not JSON; send Content-Type: application/json"
+        return APIError(400, f"the body is no JSON object; {remedy}", "invalid_value")
     if kind == "missing":
         return APIError(400, f"{param} is missing; send it", "missing_parameter", param=param)
     sentence = f"{param} is {_shown(error['input'])}; {demand}".replace("dictionary", "object")
     return APIError(400, sentence, "invalid_value", param=param)
-
-
-def _sent(body: Any) -> str:
-    if isinstance(body, bytes):
-        return "its content type is not JSON; send Content-Type: application/json"
-    return "send one JSON object"
 
 
 def _shown(value: Any) -> str:

@@ -90,27 +90,31 @@ class Service(Desk):
 
     def stream(
         self, prompt: Prompt, body: ChatRequest | TextRequest, index: int, *, tenant: str | None
-    ) -> AsyncTokenStream | Fitting:
+    ) -> Answer:
         """Return the stream of the choice ``index`` of a request.
 
-        Its limit is the request's, or else the room that the context window leaves.
+        Its limit is the request's, or else the room that the context window leaves. A model whose
+        window of reuse is shorter, and than the server's limit, has the engine's own limit.
         """
         options = self.options(body, index, tenant=tenant)
+        start = partial(self.engine.astream, prompt, **options)
         if body.limit is not None:
-            return self.engine.astream(prompt, max_new_tokens=max(1, body.limit), **options)
-        return Fitting(partial(self.engine.astream, prompt, **options), self.config.max_tokens)
+            return start(max_new_tokens=max(1, body.limit))
+        lm = self.engine.loaded.lm
+        if lm.reuse_window < lm.context_window and lm.reuse_window <= self.config.max_tokens:
+            return start()
+        return Fitting(start, self.config.max_tokens)
 
     def options(
         self, body: ChatRequest | TextRequest, index: int, *, tenant: str | None
     ) -> dict[str, Any]:
         """Return the engine's options for the choice ``index`` of a request, without its limit."""
-        limit = body.limit
         most = self.config.max_tokens
-        if limit is not None and limit > most:
+        if (body.limit or 0) > most:
             raise APIError(
                 400,
-                f"max_tokens is {limit}, and this server gives {most} at most; ask for less, leave "
-                "it out, or start the server with a larger --max-tokens",
+                f"max_tokens is {body.limit}, and this server gives {most} at most; ask for less, "
+                "leave it out, or start the server with a larger --max-tokens",
                 "invalid_value",
                 param="max_tokens",
             )
@@ -162,6 +166,10 @@ class Fitting:
         """Cancel the stream."""
         self._is_cancelled = True
         self._stream.cancel()
+
+
+Answer = AsyncTokenStream | Fitting
+"""Stream of a choice."""
 
 
 def served_name(name: str, config: ServerConfig) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llama_index.core import Settings
@@ -47,6 +47,7 @@ from llama_index.llms.kvrag.prompts import (
 from llama_index.llms.kvrag.responses import (
     AsyncResponseStream,
     ResponseStream,
+    Shape,
     as_chat,
     as_completion,
     whole,
@@ -72,7 +73,6 @@ class KVRagLLM(ToolCallingLLM):
     **options
         The fields below, and the fields of LlamaIndex's ``LLM``: ``system_prompt``,
         ``messages_to_prompt``, ``completion_to_prompt``, ``callback_manager`` and so on.
-        ``completion_to_prompt``, ``callback_manager`` and so on.
 
     Raises
     ------
@@ -147,7 +147,7 @@ class KVRagLLM(ToolCallingLLM):
         if isinstance(prompt, str):
             engine, asked, given = self._of_prompt(prompt, formatted, options)
         else:
-            engine, asked, given = self._of_chat(prompt, options)
+            engine, asked, given, _ = self._of_chat(prompt, options)
         return engine.explain(asked, **{name: given[name] for name in options if name in given})
 
     def apply_settings(self) -> KVRagLLM:
@@ -230,7 +230,8 @@ class KVRagLLM(ToolCallingLLM):
 
     def _of_chat(
         self, messages: Sequence[ChatMessage], overrides: Options
-    ) -> tuple[KVRagEngine, Any, Options]:
+    ) -> tuple[KVRagEngine, Any, Options, Shape[ChatResponse]]:
+        shape = partial(as_chat, one_call=overrides.pop("parallel_tool_calls", None) is False)
         engine, options = self._request(overrides)
         continues = bool(options.get("continue_final_message"))
         shown = self.check_call(options).form.tools
@@ -238,6 +239,7 @@ class KVRagLLM(ToolCallingLLM):
             engine,
             chat_prompt(self, messages, _encoder(engine, options), shown, continues=continues),
             options,
+            shape,
         )
 
     @llm_completion_callback()
@@ -263,14 +265,14 @@ class KVRagLLM(ToolCallingLLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer chat messages."""
-        engine, text, options = self._of_chat(messages, kwargs)
-        return whole(engine.generate(text, **options), as_chat)
+        engine, text, options, shape = self._of_chat(messages, kwargs)
+        return whole(engine.generate(text, **options), shape)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Stream the answer to chat messages; the last response holds the accounting."""
-        engine, text, options = self._of_chat(messages, kwargs)
-        return ResponseStream(engine.stream(text, **options), as_chat)
+        engine, text, options, shape = self._of_chat(messages, kwargs)
+        return ResponseStream(engine.stream(text, **options), shape)
 
     @llm_completion_callback()
     async def acomplete(
@@ -291,16 +293,16 @@ class KVRagLLM(ToolCallingLLM):
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer chat messages without blocking the event loop; cancelling stops the decoding."""
-        engine, text, options = await asyncio.to_thread(self._of_chat, messages, kwargs)
-        return whole(await engine.agenerate(text, **options), as_chat)
+        engine, text, options, shape = await asyncio.to_thread(self._of_chat, messages, kwargs)
+        return whole(await engine.agenerate(text, **options), shape)
 
     @llm_chat_callback()
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
         """Stream the answer to chat messages without blocking the event loop."""
-        engine, text, options = await asyncio.to_thread(self._of_chat, messages, kwargs)
-        return AsyncResponseStream(engine.astream(text, **options), as_chat)
+        engine, text, options, shape = await asyncio.to_thread(self._of_chat, messages, kwargs)
+        return AsyncResponseStream(engine.astream(text, **options), shape)
 
 
 def _encoder(engine: KVRagEngine, options: Options) -> PromptEncoder:

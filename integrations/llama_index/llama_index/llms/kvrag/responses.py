@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Generator
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +18,8 @@ from llama_index.core.base.llms.types import (
 
 from kvrag import AsyncTokenStream, GenerationResult, TokenStream
 from llama_index.llms.kvrag.accounting import Account, open_accounts
+
+logger = logging.getLogger(__name__)
 
 _TOLD = (
     "exactness",
@@ -61,17 +64,28 @@ def as_completion(
 
 
 def as_chat(
-    text: str, delta: str | None, result: GenerationResult | None, thought: str = ""
+    text: str,
+    delta: str | None,
+    result: GenerationResult | None,
+    thought: str = "",
+    one_call: bool = False,
 ) -> ChatResponse:
-    """Make a chat response.
+    """Make a chat response; with ``one_call``, other calls than the first are left out.
 
     The message carries no extras except calls and the thought, of which the model's chat template
     knows whether later turns see it: chat memories would show other extras to the model later.
     """
     thoughts = [ThinkingBlock(content=thought)] if thought else []
+    called = result.tool_calls if result else ()
+    if one_call and called[1:]:
+        logger.warning(
+            "the answer calls %d tools; parallel calls are not allowed, so the first is kept",
+            len(called),
+        )
+        called = called[:1]
     calls = [
         ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
-        for call in (result.tool_calls if result else ())
+        for call in called
     ]
     message = ChatMessage(
         role=MessageRole.ASSISTANT,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,8 +21,6 @@ from kvrag import InputError
 from llama_index.llms.kvrag.options import Options
 from llama_index.llms.kvrag.prompts import tool_dicts
 from llama_index.llms.kvrag.serialised import SerialisedLLM
-
-logger = logging.getLogger(__name__)
 
 
 class ToolCallingLLM(SerialisedLLM):
@@ -52,26 +49,9 @@ class ToolCallingLLM(SerialisedLLM):
             "messages": messages,
             "tools": tool_dicts(tools) or None,
             "tool_choice": choice,
+            "parallel_tool_calls": allow_parallel_tool_calls,
             **kwargs,
         }
-
-    def _validate_chat_with_tools_response(
-        self,
-        response: ChatResponse,
-        tools: Sequence[BaseTool],
-        allow_parallel_tool_calls: bool = False,
-        **kwargs: Any,
-    ) -> ChatResponse:
-        others = _calls(response)[1:]
-        if others and not allow_parallel_tool_calls:
-            logger.warning(
-                "the answer calls %d tools; parallel calls are not allowed, so the first is kept",
-                len(others) + 1,
-            )
-            response.message.blocks = [
-                block for block in response.message.blocks if block not in others
-            ]
-        return response
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
@@ -80,7 +60,7 @@ class ToolCallingLLM(SerialisedLLM):
 
         Raises :class:`~kvrag.InputError` if there is no call but a call is required.
         """
-        calls = _calls(response)
+        calls = [each for each in response.message.blocks if isinstance(each, ToolCallBlock)]
         if not calls and error_on_no_tool_call:
             raise InputError(
                 "the answer calls no tool; pass tool_required=True, or raise max_new_tokens: "
@@ -205,7 +185,3 @@ class _SchemaAtTheEnd(PydanticOutputParser[Any]):
             raise InputError(
                 f"the answer ends before its JSON does; raise max_new_tokens: {text!r}"
             ) from None
-
-
-def _calls(response: ChatResponse) -> list[ToolCallBlock]:
-    return [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
