@@ -157,6 +157,10 @@ class NewChunk:
         """Name in reports: the first document id, else the beginning of the chunk key."""
         return next((i for i in self.doc_ids if i is not None), chunk_key(self.identity)[:12])
 
+    def because(self, reason: str) -> Reasons:
+        """Return the reason with each document's name, as in a report."""
+        return [(doc_id or self.label, reason) for doc_id in self.doc_ids]
+
 
 class Guard:
     """Hooks that may delay or end a background run; the defaults do neither."""
@@ -203,13 +207,16 @@ def is_current(catalog: Catalog, namespace: str, text: TextEntry, doc_id: str | 
 
 
 def withdraw(store: TieredStore, chunks: Iterable[NewChunk]) -> None:
-    """Unregister documents whose text got no KV, unless they have another text by now."""
+    """Unregister documents whose text has no KV, unless they have another text by now."""
+    catalog = store.catalog
     for chunk in chunks:
         space = chunk.identity.namespace
-        for doc_id in chunk.doc_ids:
-            if doc_id is not None and chunk.entry is not None:
+        text = chunk.entry
+        # A text may have KV behind another prefix, or of another model.
+        if text is not None and not catalog.text_keys(space, text.digest):
+            for doc_id in chunk.doc_ids:
                 with suppress(StoreError):
-                    if is_current(store.catalog, space, chunk.entry, doc_id):
+                    if doc_id is not None and is_current(catalog, space, text, doc_id):
                         store.forget(space, doc_id)
 
 

@@ -187,7 +187,7 @@ class Precompute:
             reason = f"fewer than {ANCHOR_CHARS} characters, which can't be found in a prompt"
             if length < least:
                 reason = f"{length} tokens, fewer than {least} (StoreConfig.min_chunk_tokens)"
-            self.short += [(doc_id or chunk.label, reason) for doc_id in chunk.doc_ids]
+            self.short += chunk.because(reason)
             return False
         if length >= self._lm.reuse_window - before:
             self._fail(
@@ -357,7 +357,8 @@ class Precompute:
             f"{size / 2**20:.1f} MiB"
         )
         logger.warning("precompute ends early: %s", reason)
-        self.failed += [(chunk.label, reason) for chunk in rest]
+        for chunk in rest:
+            self.failed += chunk.because(reason)
         self._unstored += rest
 
     def _fail(self, chunk: NewChunk, reason: str) -> None:
@@ -365,5 +366,5 @@ class Precompute:
         logger.warning(
             "chunk %s (%s) was not stored: %s", chunk_key(chunk.identity)[:12], chunk.label, reason
         )
-        self.failed.append((chunk.label, reason))
+        self.failed += chunk.because(reason)
         self._unstored.append(chunk)
