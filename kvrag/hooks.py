@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -198,7 +198,7 @@ def sync_kv(live_items: Any, **options: Any) -> SyncReport:
             "sync_kv needs an id for every item, to tell which documents to delete; pass ids=[...]"
         )
     report = _precompute(host, named, asked)
-    live = set(in_collection((str(name) for name, _ in named), asked.collection))
+    live = set(in_collection((name for name, _ in named), asked.collection))
     held = host.document_ids(collection=asked.collection, namespace=asked.namespace)
     gone = sorted(set(held) - live)
     host.delete(gone, namespace=asked.namespace)
@@ -309,6 +309,10 @@ def _listed(items: Any) -> list[Any]:
     """List items: one, many, or those of a vector store or an index."""
     if isinstance(items, str) or any(hasattr(items, mark) for mark in _ITEM_MARKS):
         return [items]
+    if isinstance(items, Mapping):
+        raise InputError(
+            f"items is of type {type(items).__name__}; pass a list of texts, and ids=[...]"
+        )
     if isinstance(items, Iterable) and not any(hasattr(items, mark) for mark in _HOLDER_MARKS):
         return list(items)
     return documents_in(items)
