@@ -306,7 +306,8 @@ class Precompute:
                     wanted.append((chunk, self._new(chunk, kv, own)))
                 except StoreError as error:
                     self._fail(chunk, str(error))
-            results = self.store.put_all([new for _, new in wanted])
+            new = [new for _, new in wanted]
+            results = list(map(self._unless_erased, new, self.store.put_all(new)))
         for (chunk, _), written in zip(wanted, results, strict=True):
             if isinstance(written, StoreError):
                 if str(written) == MEANWHILE:
@@ -319,6 +320,15 @@ class Precompute:
                 self.stored_bytes += written
                 self._done.append(chunk)
 
+    def _unless_erased(self, new: NewKV, written: int | StoreError) -> int | StoreError:
+        """Put a chunk again whose text went with the text's last KV, but was not deleted."""
+        if str(written) != MEANWHILE or self._has_erased():
+            return written
+        [written] = self.store.put_all([new._replace(doc_ids=(None,))])
+        if self._has_erased():  # between the look and the write
+            self.store.delete([chunk_key(new.identity)])
+        return written
+
     def _new(self, chunk: NewChunk, kv: ChunkKV, retention: Retention) -> NewKV:
         if self._config.kv_dtype != "auto":
             kv = pack(kv, self._config.kv_dtype)
@@ -328,23 +338,24 @@ class Precompute:
 
     def deleted(self, chunks: Sequence[NewChunk]) -> list[tuple[NewChunk, str | None]]:
         """Return documents that were deleted, or got another text, meanwhile, with their chunks."""
-        catalog = self.store.catalog
-        if self._erased is not None and self._erased == catalog.erased(
-            self._prefix.identity.namespace
-        ):
+        if not self._has_erased():
             return []
         registered = [chunk for chunk in chunks if self._guard.is_registered(chunk.entry)]
-        return list(deleted_of(catalog, registered))
+        return list(deleted_of(self.store.catalog, registered))
+
+    def _has_erased(self) -> bool:
+        """Whether documents may have been deleted or replaced since the run began."""
+        erased = self.store.catalog.erased(self._prefix.identity.namespace)
+        return erased is None or erased != self._erased
 
     def _recount(self, chunks: Sequence[NewChunk]) -> None:
         """Report documents that were deleted meanwhile, and chunks that later chunks evicted."""
         deleted = self.deleted(chunks)
         self.failed += [(name or chunk.label, MEANWHILE) for chunk, name in deleted]
         gone = {id(chunk) for chunk, _ in deleted}
-        keys = {chunk_key(chunk.identity): chunk for chunk in self._done}
-        known = self.store.known(keys)
-        for key, chunk in keys.items():
-            if key not in known:
+        known = self.store.known([chunk_key(chunk.identity) for chunk in self._done])
+        for chunk in self._done:
+            if chunk_key(chunk.identity) not in known:
                 self.stored -= 1
                 if id(chunk) not in gone:
                     self._fail(chunk, evicted(self.store))
