@@ -342,10 +342,12 @@ def _to_compute(
     gone = Counter(id(chunk) for chunk, _ in run.deleted(batch))
     wanted = dict[ChunkKey, NewChunk]()
     for chunk in batch:
-        if gone[id(chunk)] < len(chunk.doc_ids):
-            # Texts with the same token ids share a chunk; the next round links the others.
-            if wanted.setdefault(chunk_key(chunk.identity), chunk) is not chunk:
-                left.append(chunk)
+        # Texts with the same token ids share a chunk; the next round links the others.
+        if (
+            gone[id(chunk)] < len(chunk.doc_ids)
+            and wanted.setdefault(chunk_key(chunk.identity), chunk) is not chunk
+        ):
+            left.append(chunk)
     mine = [key for key in wanted if claims.take(key)]
     known = run.store.known(wanted)  # also chunks that were stored just before they were claimed
     missing = [key for key, chunk in wanted.items() if key not in known or run.is_missing(chunk)]

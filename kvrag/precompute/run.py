@@ -322,11 +322,10 @@ class Precompute:
 
     def _unless_erased(self, new: NewKV, written: int | StoreError) -> int | StoreError:
         """Put a chunk again whose text went with the text's last KV, but was not deleted."""
-        if str(written) != MEANWHILE or self._has_erased():
-            return written
-        [written] = self.store.put_all([new._replace(doc_ids=(None,))])
-        if self._has_erased():  # between the look and the write
-            self.store.delete([chunk_key(new.identity)])
+        if str(written) == MEANWHILE and not self._has_erased():
+            [written] = self.store.put_all([new._replace(doc_ids=(None,))])
+            if self._has_erased():  # between the look and the write
+                self.store.delete([chunk_key(new.identity)])
         return written
 
     def _new(self, chunk: NewChunk, kv: ChunkKV, retention: Retention) -> NewKV:

@@ -188,7 +188,7 @@ class TieredStore:
         """
         return self.writer.link(identity, text, () if is_registered else (doc_id,))
 
-    def register(self, namespace: str, texts: Iterable[tuple[str | None, TextEntry]]) -> None:
+    def register(self, namespace: str, texts: Sequence[tuple[str | None, TextEntry]]) -> None:
         """Register documents before their KV is computed, so that a deletion from now on wins.
 
         Prompts are split at registered texts. Nothing happens in a store that takes no chunks.
@@ -228,8 +228,7 @@ class TieredStore:
         """
         self._check_writable()
         known = set[ChunkKey]()
-        is_over = False
-        while not is_over:
+        while True:
             if self.catalog.state().dormant:
                 self.erase_dormant()
             going = self.catalog.revisions(self.catalog.only_held_by(namespace, doc_id, digests))
@@ -237,10 +236,11 @@ class TieredStore:
             self.delete_blobs(going)
             # Once more if a writer has stored another chunk of the document meanwhile, or if the
             # catalog was lost, whose blobs are dormant then.
-            is_over = (
+            if (
                 self.catalog.unlink(namespace, doc_id, going, digests)
                 and not self.catalog.state().dormant
-            )
+            ):
+                break
         self.memory.drop(known, "deleted")
         self.catalog.scrub()
         return len(known)

@@ -88,11 +88,15 @@ class Catalog(Hits):
         return bool(not doc_ids and text and not self.knows_text(namespace, text.digest))
 
     @one_step
-    def register(self, namespace: str, texts: Iterable[tuple[str | None, TextEntry]]) -> None:
+    def register(self, namespace: str, texts: Sequence[tuple[str | None, TextEntry]]) -> None:
         """Register texts, each with its document, before their KV is computed.
 
         The text of a document is the last; its earlier texts stay until :meth:`unlink`.
         """
+        names = [f"n {namespace}"]
+        for doc_id, text in texts:
+            names += [self._name("t", namespace, text.digest), self._document(namespace, doc_id)]
+        self._rows.ahead(names)
         for doc_id, text in texts:
             self._refer(namespace, text, doc_id)
 

@@ -329,10 +329,10 @@ class Ledger:
             names += [f"c {record.key}", f"n {space}"]
             if text:
                 names.append(self._name("t", space, text.digest))
-            names += [self._document(space, each) for each in doc_ids if each is not None]
+            names += [self._document(space, each) for each in doc_ids]
         self._rows.ahead(names)
 
-    def _document(self, namespace: str, doc_id: str) -> str:
+    def _document(self, namespace: str, doc_id: str | None) -> str:
         return self._name("z", namespace, json.dumps(doc_id))
 
     def _name(self, kind: str, namespace: str, text: str) -> str:
