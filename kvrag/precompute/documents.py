@@ -54,8 +54,7 @@ class Item(NamedTuple):
                 check_encodable(doc_id)
             return cls(doc_id, text.strip(), text_entry(text))
         except InputError as error:
-            shown = None if doc_id is None else escaped(doc_id)
-            return cls(shown, escaped(text).strip(), None, str(error))
+            return cls(doc_id and escaped(doc_id), escaped(text).strip(), None, str(error))
 
 
 AT_ONCE = 1000  # documents that are registered in a transaction
@@ -72,9 +71,10 @@ class Items(list[Item]):
     @property
     def faults(self) -> Reasons:
         """``(id, reason)`` of items that UTF-8 can't encode, as in a report."""
-        numbered = enumerate(self)
         return [
-            (item.doc_id or f"text {number}", item.fault) for number, item in numbered if item.fault
+            (item.doc_id or f"text {number}", item.fault)
+            for number, item in enumerate(self)
+            if item.fault
         ]
 
     @classmethod
@@ -232,23 +232,14 @@ def replace(
     if not is_announced:
         items.announce(store, namespace)
     for name, _, entry, _ in items:
-        held = [] if name is None else store.catalog.document_texts(namespace, name)
+        if name is None:
+            continue
+        held = store.catalog.document_texts(namespace, name)
         if entry is not None:
             held = held[: held.index(entry.digest)] if entry.digest in held else []
-        if name is not None and held:
+        if held:
             with erasing(namespace):
                 store.forget(namespace, name, held)
-
-
-def deleted_of(
-    catalog: Catalog, chunks: Iterable[NewChunk]
-) -> Iterator[tuple[NewChunk, str | None]]:
-    """Yield documents that were deleted, or got another text, meanwhile, with their chunks."""
-    for chunk in chunks:
-        for name in chunk.doc_ids:
-            space = chunk.identity.namespace
-            if chunk.entry is not None and not is_current(catalog, space, chunk.entry, name):
-                yield chunk, name
 
 
 POLL_S = 0.05  # between looks at the chunks that another writer computes
@@ -340,14 +331,10 @@ def _to_compute(
 ) -> list[NewChunk]:
     """Return the chunks of a batch to compute; add those that another computes to ``left``."""
     gone = Counter(id(chunk) for chunk, _ in run.deleted(batch))
-    wanted = dict[ChunkKey, NewChunk]()
-    for chunk in batch:
-        # Texts with the same token ids share a chunk; the next round links the others.
-        if (
-            gone[id(chunk)] < len(chunk.doc_ids)
-            and wanted.setdefault(chunk_key(chunk.identity), chunk) is not chunk
-        ):
-            left.append(chunk)
+    kept = [chunk for chunk in batch if gone[id(chunk)] < len(chunk.doc_ids)]
+    wanted = {chunk_key(chunk.identity): chunk for chunk in kept}
+    # Texts with the same token ids share a chunk; the next round links the others.
+    left += [chunk for chunk in kept if chunk not in wanted.values()]
     mine = [key for key in wanted if claims.take(key)]
     known = run.store.known(wanted)  # also chunks that were stored just before they were claimed
     missing = [key for key, chunk in wanted.items() if key not in known or run.is_missing(chunk)]

@@ -24,8 +24,8 @@ from kvrag.precompute.documents import (
     Items,
     NewChunk,
     batches,
-    deleted_of,
     evicted,
+    is_current,
     withdraw,
 )
 from kvrag.precompute.encode import KeptPrefix, encode_chunks, encode_prefix
@@ -86,14 +86,17 @@ class Precompute:
         self._lm = loaded.lm if isinstance(loaded.lm, CausalLM) else loaded.reusable  # which raises
         self._retention = retention
         self.is_asked_for = guard is None  # requested by the user, not by write-back
-        identity = ChunkIdentity(
-            loaded.identity.fingerprint,
-            namespace,
-            ids_digest(()),
-            loaded.encoder.head_ids(prefix),
-            config.kv_dtype,
+        self._prefix = NewChunk(
+            (None,),
+            None,
+            ChunkIdentity(
+                loaded.identity.fingerprint,
+                namespace,
+                ids_digest(()),
+                loaded.encoder.head_ids(prefix),
+                config.kv_dtype,
+            ),
         )
-        self._prefix = NewChunk((None,), None, identity)
         self._context = tuple(context)
         self._prefix_retention = Retention(
             max(PREFIX_PRIORITY, retention.priority if retention else 0)
@@ -127,10 +130,13 @@ class Precompute:
         # Chunks of similar length in a batch need little padding.
         todo.sort(key=lambda chunk: len(chunk.identity.token_ids))
         self._retain_linked()
-        done = len(chunks) - len(todo)
         with (
             Progress(
-                "computing KV", len(chunks), unit="chunks", done=done, show=show_progress
+                "computing KV",
+                len(chunks),
+                unit="chunks",
+                done=len(chunks) - len(todo),
+                show=show_progress,
             ) as progress,
             Claims(self.store.claims) as claims,
         ):
@@ -162,17 +168,20 @@ class Precompute:
         for name, text, entry, fault in items:
             if not fault:
                 named.setdefault((text, entry), {})[name] = None
-        prefix = ids_digest(self._prefix.identity.token_ids)
-        context = context_digest(self._context)
-        behind = replace(self._prefix.identity, prefix=prefix, context=context)
+        behind = replace(
+            self._prefix.identity,
+            prefix=ids_digest(self._prefix.identity.token_ids),
+            context=context_digest(self._context),
+        )
         chunks = list[NewChunk]()
         for (text, entry), ids in named.items():
+            chunk = NewChunk(tuple(ids), entry, behind)
             try:
                 token_ids = self._loaded.encoder.chunk_ids(text)
             except InputError as error:  # a token that the model has no embedding for
-                self._fail(NewChunk(tuple(ids), entry, behind), str(error))
+                self._fail(chunk, str(error))
             else:
-                chunks.append(NewChunk(tuple(ids), entry, replace(behind, token_ids=token_ids)))
+                chunks.append(replace(chunk, identity=replace(behind, token_ids=token_ids)))
         return chunks
 
     def is_missing(self, chunk: NewChunk) -> bool:
@@ -195,9 +204,12 @@ class Precompute:
                 f"{length} tokens behind {before} of prefix and context exceed the context window",
             )
             return False
-        is_registered = self._guard.is_registered(chunk.entry)
         with self._guard.storing():
-            if not self.store.link(chunk.identity, text=chunk.entry, is_registered=is_registered):
+            if not self.store.link(
+                chunk.identity,
+                text=chunk.entry,
+                is_registered=self._guard.is_registered(chunk.entry),
+            ):
                 return True
         self._linked.append(chunk)
         self.skipped += 1
@@ -298,16 +310,16 @@ class Precompute:
         wanted = list[tuple[NewChunk, NewKV]]()
         with self._guard.storing():
             for chunk, kv in zip(chunks, kvs, strict=True):
-                own = retention
-                if own.cost_ms is None:
+                cost_ms = retention.cost_ms
+                if cost_ms is None:
                     cost_ms = ms_per_token * len(chunk.identity.token_ids)
-                    own = replace(own, cost_ms=cost_ms)
                 try:
-                    wanted.append((chunk, self._new(chunk, kv, own)))
+                    new = self._new(chunk, kv, replace(retention, cost_ms=cost_ms))
+                    wanted.append((chunk, new))
                 except StoreError as error:
                     self._fail(chunk, str(error))
-            new = [new for _, new in wanted]
-            results = list(map(self._unless_erased, new, self.store.put_all(new)))
+            every = [new for _, new in wanted]
+            results = list(map(self._unless_erased, every, self.store.put_all(every)))
         for (chunk, _), written in zip(wanted, results, strict=True):
             if isinstance(written, StoreError):
                 if str(written) == MEANWHILE:
@@ -339,8 +351,13 @@ class Precompute:
         """Return documents that were deleted, or got another text, meanwhile, with their chunks."""
         if not self._has_erased():
             return []
-        registered = [chunk for chunk in chunks if self._guard.is_registered(chunk.entry)]
-        return list(deleted_of(self.store.catalog, registered))
+        return [
+            (chunk, name)
+            for chunk in chunks
+            if chunk.entry is not None and self._guard.is_registered(chunk.entry)
+            for name in chunk.doc_ids
+            if not is_current(self.store.catalog, chunk.identity.namespace, chunk.entry, name)
+        ]
 
     def _has_erased(self) -> bool:
         """Whether documents may have been deleted or replaced since the run began."""

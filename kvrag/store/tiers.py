@@ -82,20 +82,19 @@ class TieredStore:
             keys,
             self.read_only,
         )
-        evictor = Evictor(
-            budget or Budget(),
-            totals=catalog.totals,
-            usages=catalog.usages,
-            free_bytes=blobs.free_bytes,
-            evict=partial(self._erase, reason="evicted"),
-        )
         self.writer = Writer(
             self.reader,
             self.memory,
             blobs,
             catalog,
             keys,
-            evictor,
+            Evictor(
+                budget or Budget(),
+                totals=catalog.totals,
+                usages=catalog.usages,
+                free_bytes=blobs.free_bytes,
+                evict=partial(self._erase, reason="evicted"),
+            ),
             self.read_only,
         )
         # Returns the stored keys among some; blobs are verified when they are read:
@@ -144,8 +143,7 @@ class TieredStore:
 
         Names are ``"gpu"``, ``"host"``, ``"disk"`` and ``"shared"``.
         """
-        above = {tier.name: tier.stats() for tier in self.tiers}
-        return above | {self.name: self.reader.stats()}
+        return {tier.name: tier.stats() for tier in self.tiers} | {self.name: self.reader.stats()}
 
     def listen(self, on_event: Callable[[StoreEvent], None]) -> None:
         """Call ``on_event`` on every change of a tier, like ``StoreConfig.on_event``."""
