@@ -307,7 +307,7 @@ def batches(
         left = list[NewChunk]()
         for first in range(0, len(todo), batch_size):
             if run.is_refused:
-                run.give_up([*left, *todo[first:]])
+                _give_up(run, [*left, *todo[first:]])
                 return
             batch = _to_compute(run, todo[first : first + batch_size], claims, left)
             if batch:
@@ -324,6 +324,19 @@ def batches(
             claims = Claims(None)
         time.sleep(POLL_S)
         todo = left
+
+
+def _give_up(run: Precompute, rest: list[NewChunk]) -> None:
+    """Report chunks that are not computed because the store refuses chunks, and their size."""
+    size = run.token_bytes * sum(len(chunk.identity.token_ids) for chunk in rest)
+    reason = (
+        f"not computed: the store refuses chunks, and the {len(rest)} that are left take "
+        f"{size / 2**20:.1f} MiB"
+    )
+    logger.warning("precompute ends early: %s", reason)
+    for chunk in rest:
+        run.failed += chunk.because(reason)
+    run.unstored += rest
 
 
 def _to_compute(

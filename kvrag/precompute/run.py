@@ -105,14 +105,14 @@ class Precompute:
         # Whether the store refuses chunks, and the stored bytes per token of the last chunk.
         self.is_refused = False
         self._erased = store.catalog.erased(namespace)
-        self._token_bytes = 0.0
+        self.token_bytes = 0.0
         # The batch being written, while the next batch is computed.
         self._write: Future[None] | None = None
         self._linked: list[NewChunk] = []
         self._done: list[NewChunk] = []
         self.stored = self.skipped = self.stored_bytes = 0
         self.failed = Reasons()
-        self._unstored = list[NewChunk]()
+        self.unstored = list[NewChunk]()
         self.short = Reasons()
 
     def run(
@@ -147,7 +147,7 @@ class Precompute:
                     progress.advance(len(batch))
             finally:
                 self.finish_write()
-        unstored = [*self._unstored]
+        unstored = [*self.unstored]
         self._recount(chunks)
         withdraw(self.store, unstored)
         if self.is_asked_for:
@@ -343,7 +343,7 @@ class Precompute:
     def _new(self, chunk: NewChunk, kv: ChunkKV, retention: Retention) -> NewKV:
         if self._config.kv_dtype != "auto":
             kv = pack(kv, self._config.kv_dtype)
-        self._token_bytes = kv.num_bytes / len(chunk.identity.token_ids)
+        self.token_bytes = kv.num_bytes / len(chunk.identity.token_ids)
         doc_ids = () if self._guard.is_registered(chunk.entry) else (None,)
         return NewKV(chunk.identity, kv, chunk.entry, doc_ids, retention)
 
@@ -376,22 +376,10 @@ class Precompute:
                 if id(chunk) not in gone:
                     self._fail(chunk, evicted(self.store))
 
-    def give_up(self, rest: list[NewChunk]) -> None:
-        """Report chunks that are not computed because the store refuses chunks, and their size."""
-        size = self._token_bytes * sum(len(chunk.identity.token_ids) for chunk in rest)
-        reason = (
-            f"not computed: the store refuses chunks, and the {len(rest)} that are left take "
-            f"{size / 2**20:.1f} MiB"
-        )
-        logger.warning("precompute ends early: %s", reason)
-        for chunk in rest:
-            self.failed += chunk.because(reason)
-        self._unstored += rest
-
     def _fail(self, chunk: NewChunk, reason: str) -> None:
         """Report a chunk that was not stored; it is computed at query time."""
         logger.warning(
             "chunk %s (%s) was not stored: %s", chunk_key(chunk.identity)[:12], chunk.label, reason
         )
         self.failed += chunk.because(reason)
-        self._unstored.append(chunk)
+        self.unstored.append(chunk)

@@ -84,9 +84,6 @@ class Catalog(Hits):
         self._attach(key, chunk, text, doc_ids)
         return True
 
-    def _is_deleted(self, namespace: str, text: TextEntry | None, doc_ids: DocIds) -> bool:
-        return bool(not doc_ids and text and not self.knows_text(namespace, text.digest))
-
     @one_step
     def register(self, namespace: str, texts: Sequence[tuple[str | None, TextEntry]]) -> None:
         """Register texts, each with its document, before their KV is computed.

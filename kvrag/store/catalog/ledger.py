@@ -30,7 +30,7 @@ from kvrag.identity.fingerprint import chunk_key, content_key
 from kvrag.kv.crypto import RowCipher
 from kvrag.store.base import CatalogRows, ChunkRecord
 from kvrag.store.eviction import Usage
-from kvrag.types import ChunkIdentity, ChunkKey, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, DocIds, TextEntry
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -304,6 +304,9 @@ class Ledger:
     def _texts(self, namespace: str, digests: Iterable[str]) -> list[Text]:
         names = [self._name("t", namespace, digest) for digest in digests]
         return [text for text in self._read_all(TEXT, names) if text]
+
+    def _is_deleted(self, namespace: str, text: TextEntry | None, doc_ids: DocIds) -> bool:
+        return bool(not doc_ids and text and not self.knows_text(namespace, text.digest))
 
     def _strings(self, name: str) -> list[str]:
         return self._read(STRINGS, name) or []
