@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -152,8 +152,7 @@ def delete_kv(
     whole collection. Return the number of chunks erased.
     """
     host = chosen_host(llm, server)
-    found = _listed(items)
-    names = [item if isinstance(item, str) else _pair(item, "text")[0] for item in found]
+    names = [item if isinstance(item, str) else _pair(item, "text")[0] for item in _listed(items)]
     ids = [name for name in names if name is not None]
     if len(ids) < len(names):
         raise InputError(
@@ -184,6 +183,7 @@ def sync_kv(live_items: Any, **options: Any) -> SyncReport:
     host = chosen_host(asked.llm, asked.server)
     live_items = _listed(live_items)
     named = _named(live_items, asked.ids, asked.content or "text")
+    live = in_collection((name for name, _ in named), asked.collection)
     shown = named if asked.content else _named(live_items, asked.ids, "llm")
     if shown != named:
         if isinstance(host, RemoteHost):
@@ -191,17 +191,12 @@ def sync_kv(live_items: Any, **options: Any) -> SyncReport:
                 "a server does not tell with which content the nodes were stored; pass "
                 "content='text', or content='llm' for the text with the metadata that the LLM sees"
             )
-        if _is_stored(host, shown, asked.namespace, asked.collection):
+        if _is_stored(host, live, shown, asked.namespace):
             named = shown
-    if any(name is None for name, _ in named):
-        raise InputError(
-            "sync_kv needs an id for every item, to tell which documents to delete; pass ids=[...]"
-        )
     report = _precompute(host, named, asked)
-    live = set(in_collection((str(name) for name, _ in named), asked.collection))
-    held = host.document_ids(collection=asked.collection, namespace=asked.namespace)
-    gone = sorted(set(held) - live)
-    host.delete(gone, namespace=asked.namespace)
+    gone = set(host.document_ids(collection=asked.collection, namespace=asked.namespace))
+    gone.difference_update(live)
+    host.delete(sorted(gone), namespace=asked.namespace)
     return SyncReport(added=report.stored, removed=len(gone), precompute=report)
 
 
@@ -240,35 +235,22 @@ def prefetch_kv(
             logger.warning("a prefetch could not be started: %s", error)
 
 
-def _is_stored(
-    engine: KVRagEngine,
-    named: Named,
-    namespace: str | None,
-    collection: str | None,
-) -> bool:
+def _is_stored(engine: KVRagEngine, ids: list[str], named: Named, namespace: str | None) -> bool:
     """Whether any of these texts is stored for its document."""
-    catalog = engine.store.catalog
     space = engine.space_of(namespace)
-    items = [
-        Item.of(in_collection([name], collection)[0], text)
-        for name, text in named
-        if name is not None
-    ]
-    return any(
-        item.entry is not None
-        and item.entry.digest in catalog.document_texts(space, str(item.doc_id))
-        for item in items
-    )
+    for name, (_, text) in zip(ids, named, strict=True):
+        entry = Item.of(name, text).entry
+        if entry and entry.digest in engine.store.catalog.document_texts(space, name):
+            return True
+    return False
 
 
 def _named(items: Any, ids: Sequence[str] | None, content: Content) -> Named:
     """Return ``(id, text)`` pairs of items, with the given ids, or with their own, if any."""
     pairs = _pairs(items, content)
-    names = [name for name, _ in pairs]
-    if isinstance(ids, str):
-        names = [ids]
-    elif ids is not None:
-        names = list(ids)
+    if ids is None:
+        return pairs
+    names = [ids] if isinstance(ids, str) else list(ids)
     if len(names) != len(pairs):
         raise InputError(
             f"{len(pairs)} items came with {len(names)} ids; pass one id per item, or none"
@@ -309,6 +291,10 @@ def _listed(items: Any) -> list[Any]:
     """List items: one, many, or those of a vector store or an index."""
     if isinstance(items, str) or any(hasattr(items, mark) for mark in _ITEM_MARKS):
         return [items]
+    if isinstance(items, Mapping):
+        raise InputError(
+            f"items is of type {type(items).__name__}; pass a list of texts, and ids=[...]"
+        )
     if isinstance(items, Iterable) and not any(hasattr(items, mark) for mark in _HOLDER_MARKS):
         return list(items)
     return documents_in(items)
@@ -368,9 +354,7 @@ def _langchain_documents(holder: Any) -> list[Any] | None:
         pairs = zip(found["ids"], found["documents"], strict=True)
         return [SimpleNamespace(id=name, page_content=text) for name, text in pairs]
     stored = getattr(getattr(holder, "docstore", None), "_dict", None)
-    if stored is None:
-        return None
-    return list(stored.values())
+    return None if stored is None else list(stored.values())
 
 
 def _qdrant_documents(holder: Any) -> list[Any]:
@@ -396,9 +380,7 @@ def _llama_index_nodes(holder: Any) -> list[Any] | None:
         return list(documents.values())
     store = getattr(holder, "vector_store", holder)
     if not hasattr(store, "get_nodes"):
-        if documents is not None:
-            return []
-        return None
+        return None if documents is None else []
     try:
         return list(store.get_nodes(node_ids=None, filters=None))
     except (NotImplementedError, TypeError, ValueError):

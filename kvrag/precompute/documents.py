@@ -54,8 +54,7 @@ class Item(NamedTuple):
                 check_encodable(doc_id)
             return cls(doc_id, text.strip(), text_entry(text))
         except InputError as error:
-            shown = None if doc_id is None else escaped(doc_id)
-            return cls(shown, escaped(text).strip(), None, str(error))
+            return cls(doc_id and escaped(doc_id), escaped(text).strip(), None, str(error))
 
 
 AT_ONCE = 1000  # documents that are registered in a transaction
@@ -72,9 +71,10 @@ class Items(list[Item]):
     @property
     def faults(self) -> Reasons:
         """``(id, reason)`` of items that UTF-8 can't encode, as in a report."""
-        numbered = enumerate(self)
         return [
-            (item.doc_id or f"text {number}", item.fault) for number, item in numbered if item.fault
+            (item.doc_id or f"text {number}", item.fault)
+            for number, item in enumerate(self)
+            if item.fault
         ]
 
     @classmethod
@@ -157,6 +157,10 @@ class NewChunk:
         """Name in reports: the first document id, else the beginning of the chunk key."""
         return next((i for i in self.doc_ids if i is not None), chunk_key(self.identity)[:12])
 
+    def because(self, reason: str) -> Reasons:
+        """Return the reason with each document's name, as in a report."""
+        return [(doc_id or self.label, reason) for doc_id in self.doc_ids]
+
 
 class Guard:
     """Hooks that may delay or end a background run; the defaults do neither."""
@@ -203,13 +207,16 @@ def is_current(catalog: Catalog, namespace: str, text: TextEntry, doc_id: str | 
 
 
 def withdraw(store: TieredStore, chunks: Iterable[NewChunk]) -> None:
-    """Unregister documents whose text got no KV, unless they have another text by now."""
+    """Unregister documents whose text has no KV, unless they have another text by now."""
+    catalog = store.catalog
     for chunk in chunks:
         space = chunk.identity.namespace
-        for doc_id in chunk.doc_ids:
-            if doc_id is not None and chunk.entry is not None:
+        text = chunk.entry
+        # A text may have KV behind another prefix, or of another model.
+        if text is not None and not catalog.text_keys(space, text.digest):
+            for doc_id in chunk.doc_ids:
                 with suppress(StoreError):
-                    if is_current(store.catalog, space, chunk.entry, doc_id):
+                    if doc_id is not None and is_current(catalog, space, text, doc_id):
                         store.forget(space, doc_id)
 
 
@@ -225,23 +232,14 @@ def replace(
     if not is_announced:
         items.announce(store, namespace)
     for name, _, entry, _ in items:
-        held = [] if name is None else store.catalog.document_texts(namespace, name)
+        if name is None:
+            continue
+        held = store.catalog.document_texts(namespace, name)
         if entry is not None:
             held = held[: held.index(entry.digest)] if entry.digest in held else []
-        if name is not None and held:
+        if held:
             with erasing(namespace):
                 store.forget(namespace, name, held)
-
-
-def deleted_of(
-    catalog: Catalog, chunks: Iterable[NewChunk]
-) -> Iterator[tuple[NewChunk, str | None]]:
-    """Yield documents that were deleted, or got another text, meanwhile, with their chunks."""
-    for chunk in chunks:
-        for name in chunk.doc_ids:
-            space = chunk.identity.namespace
-            if chunk.entry is not None and not is_current(catalog, space, chunk.entry, name):
-                yield chunk, name
 
 
 POLL_S = 0.05  # between looks at the chunks that another writer computes
@@ -309,7 +307,7 @@ def batches(
         left = list[NewChunk]()
         for first in range(0, len(todo), batch_size):
             if run.is_refused:
-                run.give_up([*left, *todo[first:]])
+                _give_up(run, [*left, *todo[first:]])
                 return
             batch = _to_compute(run, todo[first : first + batch_size], claims, left)
             if batch:
@@ -328,14 +326,28 @@ def batches(
         todo = left
 
 
+def _give_up(run: Precompute, rest: list[NewChunk]) -> None:
+    """Report chunks that are not computed because the store refuses chunks, and their size."""
+    size = run.token_bytes * sum(len(chunk.identity.token_ids) for chunk in rest)
+    reason = (
+        f"not computed: the store refuses chunks, and the {len(rest)} that are left take "
+        f"{size / 2**20:.1f} MiB"
+    )
+    logger.warning("precompute ends early: %s", reason)
+    for chunk in rest:
+        run.failed += chunk.because(reason)
+    run.unstored += rest
+
+
 def _to_compute(
     run: Precompute, batch: list[NewChunk], claims: Claims, left: list[NewChunk]
 ) -> list[NewChunk]:
-    """Return the chunks of a batch to compute; add chunks of other writers to ``left``."""
+    """Return the chunks of a batch to compute; add those that another computes to ``left``."""
     gone = Counter(id(chunk) for chunk, _ in run.deleted(batch))
-    wanted = {
-        chunk_key(chunk.identity): chunk for chunk in batch if gone[id(chunk)] < len(chunk.doc_ids)
-    }
+    kept = [chunk for chunk in batch if gone[id(chunk)] < len(chunk.doc_ids)]
+    wanted = {chunk_key(chunk.identity): chunk for chunk in kept}
+    # Texts with the same token ids share a chunk; the next round links the others.
+    left += [chunk for chunk in kept if chunk not in wanted.values()]
     mine = [key for key in wanted if claims.take(key)]
     known = run.store.known(wanted)  # also chunks that were stored just before they were claimed
     missing = [key for key, chunk in wanted.items() if key not in known or run.is_missing(chunk)]

@@ -24,8 +24,8 @@ from kvrag.precompute.documents import (
     Items,
     NewChunk,
     batches,
-    deleted_of,
     evicted,
+    is_current,
     withdraw,
 )
 from kvrag.precompute.encode import KeptPrefix, encode_chunks, encode_prefix
@@ -86,14 +86,17 @@ class Precompute:
         self._lm = loaded.lm if isinstance(loaded.lm, CausalLM) else loaded.reusable  # which raises
         self._retention = retention
         self.is_asked_for = guard is None  # requested by the user, not by write-back
-        identity = ChunkIdentity(
-            loaded.identity.fingerprint,
-            namespace,
-            ids_digest(()),
-            loaded.encoder.head_ids(prefix),
-            config.kv_dtype,
+        self._prefix = NewChunk(
+            (None,),
+            None,
+            ChunkIdentity(
+                loaded.identity.fingerprint,
+                namespace,
+                ids_digest(()),
+                loaded.encoder.head_ids(prefix),
+                config.kv_dtype,
+            ),
         )
-        self._prefix = NewChunk((None,), None, identity)
         self._context = tuple(context)
         self._prefix_retention = Retention(
             max(PREFIX_PRIORITY, retention.priority if retention else 0)
@@ -102,14 +105,14 @@ class Precompute:
         # Whether the store refuses chunks, and the stored bytes per token of the last chunk.
         self.is_refused = False
         self._erased = store.catalog.erased(namespace)
-        self._token_bytes = 0.0
+        self.token_bytes = 0.0
         # The batch being written, while the next batch is computed.
         self._write: Future[None] | None = None
         self._linked: list[NewChunk] = []
         self._done: list[NewChunk] = []
         self.stored = self.skipped = self.stored_bytes = 0
         self.failed = Reasons()
-        self._unstored = list[NewChunk]()
+        self.unstored = list[NewChunk]()
         self.short = Reasons()
 
     def run(
@@ -127,10 +130,13 @@ class Precompute:
         # Chunks of similar length in a batch need little padding.
         todo.sort(key=lambda chunk: len(chunk.identity.token_ids))
         self._retain_linked()
-        done = len(chunks) - len(todo)
         with (
             Progress(
-                "computing KV", len(chunks), unit="chunks", done=done, show=show_progress
+                "computing KV",
+                len(chunks),
+                unit="chunks",
+                done=len(chunks) - len(todo),
+                show=show_progress,
             ) as progress,
             Claims(self.store.claims) as claims,
         ):
@@ -141,7 +147,7 @@ class Precompute:
                     progress.advance(len(batch))
             finally:
                 self.finish_write()
-        unstored = [*self._unstored]
+        unstored = [*self.unstored]
         self._recount(chunks)
         withdraw(self.store, unstored)
         if self.is_asked_for:
@@ -162,17 +168,20 @@ class Precompute:
         for name, text, entry, fault in items:
             if not fault:
                 named.setdefault((text, entry), {})[name] = None
-        prefix = ids_digest(self._prefix.identity.token_ids)
-        context = context_digest(self._context)
-        behind = replace(self._prefix.identity, prefix=prefix, context=context)
+        behind = replace(
+            self._prefix.identity,
+            prefix=ids_digest(self._prefix.identity.token_ids),
+            context=context_digest(self._context),
+        )
         chunks = list[NewChunk]()
         for (text, entry), ids in named.items():
+            chunk = NewChunk(tuple(ids), entry, behind)
             try:
                 token_ids = self._loaded.encoder.chunk_ids(text)
             except InputError as error:  # a token that the model has no embedding for
-                self._fail(NewChunk(tuple(ids), entry, behind), str(error))
+                self._fail(chunk, str(error))
             else:
-                chunks.append(NewChunk(tuple(ids), entry, replace(behind, token_ids=token_ids)))
+                chunks.append(replace(chunk, identity=replace(behind, token_ids=token_ids)))
         return chunks
 
     def is_missing(self, chunk: NewChunk) -> bool:
@@ -187,7 +196,7 @@ class Precompute:
             reason = f"fewer than {ANCHOR_CHARS} characters, which can't be found in a prompt"
             if length < least:
                 reason = f"{length} tokens, fewer than {least} (StoreConfig.min_chunk_tokens)"
-            self.short += [(doc_id or chunk.label, reason) for doc_id in chunk.doc_ids]
+            self.short += chunk.because(reason)
             return False
         if length >= self._lm.reuse_window - before:
             self._fail(
@@ -195,9 +204,12 @@ class Precompute:
                 f"{length} tokens behind {before} of prefix and context exceed the context window",
             )
             return False
-        is_registered = self._guard.is_registered(chunk.entry)
         with self._guard.storing():
-            if not self.store.link(chunk.identity, text=chunk.entry, is_registered=is_registered):
+            if not self.store.link(
+                chunk.identity,
+                text=chunk.entry,
+                is_registered=self._guard.is_registered(chunk.entry),
+            ):
                 return True
         self._linked.append(chunk)
         self.skipped += 1
@@ -298,15 +310,16 @@ class Precompute:
         wanted = list[tuple[NewChunk, NewKV]]()
         with self._guard.storing():
             for chunk, kv in zip(chunks, kvs, strict=True):
-                own = retention
-                if own.cost_ms is None:
+                cost_ms = retention.cost_ms
+                if cost_ms is None:
                     cost_ms = ms_per_token * len(chunk.identity.token_ids)
-                    own = replace(own, cost_ms=cost_ms)
                 try:
-                    wanted.append((chunk, self._new(chunk, kv, own)))
+                    new = self._new(chunk, kv, replace(retention, cost_ms=cost_ms))
+                    wanted.append((chunk, new))
                 except StoreError as error:
                     self._fail(chunk, str(error))
-            results = self.store.put_all([new for _, new in wanted])
+            every = [new for _, new in wanted]
+            results = list(map(self._unless_erased, every, self.store.put_all(every)))
         for (chunk, _), written in zip(wanted, results, strict=True):
             if isinstance(written, StoreError):
                 if str(written) == MEANWHILE:
@@ -319,51 +332,54 @@ class Precompute:
                 self.stored_bytes += written
                 self._done.append(chunk)
 
+    def _unless_erased(self, new: NewKV, written: int | StoreError) -> int | StoreError:
+        """Put a chunk again whose text went with the text's last KV, but was not deleted."""
+        if str(written) == MEANWHILE and not self._has_erased():
+            [written] = self.store.put_all([new._replace(doc_ids=(None,))])
+            if self._has_erased():  # between the look and the write
+                self.store.delete([chunk_key(new.identity)])
+        return written
+
     def _new(self, chunk: NewChunk, kv: ChunkKV, retention: Retention) -> NewKV:
         if self._config.kv_dtype != "auto":
             kv = pack(kv, self._config.kv_dtype)
-        self._token_bytes = kv.num_bytes / len(chunk.identity.token_ids)
+        self.token_bytes = kv.num_bytes / len(chunk.identity.token_ids)
         doc_ids = () if self._guard.is_registered(chunk.entry) else (None,)
         return NewKV(chunk.identity, kv, chunk.entry, doc_ids, retention)
 
     def deleted(self, chunks: Sequence[NewChunk]) -> list[tuple[NewChunk, str | None]]:
         """Return documents that were deleted, or got another text, meanwhile, with their chunks."""
-        catalog = self.store.catalog
-        if self._erased is not None and self._erased == catalog.erased(
-            self._prefix.identity.namespace
-        ):
+        if not self._has_erased():
             return []
-        registered = [chunk for chunk in chunks if self._guard.is_registered(chunk.entry)]
-        return list(deleted_of(catalog, registered))
+        return [
+            (chunk, name)
+            for chunk in chunks
+            if chunk.entry is not None and self._guard.is_registered(chunk.entry)
+            for name in chunk.doc_ids
+            if not is_current(self.store.catalog, chunk.identity.namespace, chunk.entry, name)
+        ]
+
+    def _has_erased(self) -> bool:
+        """Whether documents may have been deleted or replaced since the run began."""
+        erased = self.store.catalog.erased(self._prefix.identity.namespace)
+        return erased is None or erased != self._erased
 
     def _recount(self, chunks: Sequence[NewChunk]) -> None:
         """Report documents that were deleted meanwhile, and chunks that later chunks evicted."""
         deleted = self.deleted(chunks)
         self.failed += [(name or chunk.label, MEANWHILE) for chunk, name in deleted]
         gone = {id(chunk) for chunk, _ in deleted}
-        keys = {chunk_key(chunk.identity): chunk for chunk in self._done}
-        known = self.store.known(keys)
-        for key, chunk in keys.items():
-            if key not in known:
+        known = self.store.known([chunk_key(chunk.identity) for chunk in self._done])
+        for chunk in self._done:
+            if chunk_key(chunk.identity) not in known:
                 self.stored -= 1
                 if id(chunk) not in gone:
                     self._fail(chunk, evicted(self.store))
-
-    def give_up(self, rest: list[NewChunk]) -> None:
-        """Report chunks that are not computed because the store refuses chunks, and their size."""
-        size = self._token_bytes * sum(len(chunk.identity.token_ids) for chunk in rest)
-        reason = (
-            f"not computed: the store refuses chunks, and the {len(rest)} that are left take "
-            f"{size / 2**20:.1f} MiB"
-        )
-        logger.warning("precompute ends early: %s", reason)
-        self.failed += [(chunk.label, reason) for chunk in rest]
-        self._unstored += rest
 
     def _fail(self, chunk: NewChunk, reason: str) -> None:
         """Report a chunk that was not stored; it is computed at query time."""
         logger.warning(
             "chunk %s (%s) was not stored: %s", chunk_key(chunk.identity)[:12], chunk.label, reason
         )
-        self.failed.append((chunk.label, reason))
-        self._unstored.append(chunk)
+        self.failed += chunk.because(reason)
+        self.unstored.append(chunk)

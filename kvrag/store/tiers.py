@@ -82,20 +82,19 @@ class TieredStore:
             keys,
             self.read_only,
         )
-        evictor = Evictor(
-            budget or Budget(),
-            totals=catalog.totals,
-            usages=catalog.usages,
-            free_bytes=blobs.free_bytes,
-            evict=partial(self._erase, reason="evicted"),
-        )
         self.writer = Writer(
             self.reader,
             self.memory,
             blobs,
             catalog,
             keys,
-            evictor,
+            Evictor(
+                budget or Budget(),
+                totals=catalog.totals,
+                usages=catalog.usages,
+                free_bytes=blobs.free_bytes,
+                evict=partial(self._erase, reason="evicted"),
+            ),
             self.read_only,
         )
         # Returns the stored keys among some; blobs are verified when they are read:
@@ -144,8 +143,7 @@ class TieredStore:
 
         Names are ``"gpu"``, ``"host"``, ``"disk"`` and ``"shared"``.
         """
-        above = {tier.name: tier.stats() for tier in self.tiers}
-        return above | {self.name: self.reader.stats()}
+        return {tier.name: tier.stats() for tier in self.tiers} | {self.name: self.reader.stats()}
 
     def listen(self, on_event: Callable[[StoreEvent], None]) -> None:
         """Call ``on_event`` on every change of a tier, like ``StoreConfig.on_event``."""
@@ -188,7 +186,7 @@ class TieredStore:
         """
         return self.writer.link(identity, text, () if is_registered else (doc_id,))
 
-    def register(self, namespace: str, texts: Iterable[tuple[str | None, TextEntry]]) -> None:
+    def register(self, namespace: str, texts: Sequence[tuple[str | None, TextEntry]]) -> None:
         """Register documents before their KV is computed, so that a deletion from now on wins.
 
         Prompts are split at registered texts. Nothing happens in a store that takes no chunks.
@@ -228,8 +226,7 @@ class TieredStore:
         """
         self._check_writable()
         known = set[ChunkKey]()
-        is_over = False
-        while not is_over:
+        while True:
             if self.catalog.state().dormant:
                 self.erase_dormant()
             going = self.catalog.revisions(self.catalog.only_held_by(namespace, doc_id, digests))
@@ -237,10 +234,11 @@ class TieredStore:
             self.delete_blobs(going)
             # Once more if a writer has stored another chunk of the document meanwhile, or if the
             # catalog was lost, whose blobs are dormant then.
-            is_over = (
+            if (
                 self.catalog.unlink(namespace, doc_id, going, digests)
                 and not self.catalog.state().dormant
-            )
+            ):
+                break
         self.memory.drop(known, "deleted")
         self.catalog.scrub()
         return len(known)

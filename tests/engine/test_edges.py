@@ -89,6 +89,18 @@ def test_a_full_disk_ends_a_precompute_early_and_says_what_is_missing(engine, mo
     assert float(missing[2]) == pytest.approx(len(given_up) * size / 2**20, rel=0.2)
 
 
+def test_a_precompute_that_fails_withdraws_no_document_that_has_kv(engine, monkeypatch):
+    engine.precompute(CHUNKS[:2], ids=["a", "b"])
+    monkeypatch.setattr(engine.store.blobs, "write", raising(OSError, errno.EIO, "Input/output"))
+    names = ["a", "b", "new", "same text"]
+    report = engine.precompute(
+        [*CHUNKS[:3], CHUNKS[2]], ids=names, prefix="Answer in verse.", batch_size=1
+    )
+    assert (report.stored, sorted(name for name, _ in report.failed)) == (0, names)
+    assert engine.document_ids() == ["a", "b"]
+    assert engine.explain(about(*CHUNKS[:2])).hits == 2
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_a_chunk_that_can_not_be_stored_keeps_no_other_from_it(

@@ -1,6 +1,7 @@
 """After any sequence of changes through a vector store of either framework, the KV is that of the documents that it holds."""
 
 import asyncio
+import enum
 import itertools
 import tempfile
 import uuid
@@ -527,3 +528,8 @@ def test_hooks_take_a_string_for_one_and_drop_no_item(engine):
     report = sync_kv((Document(text, id=str(n)) for n, text in enumerate(LONG[:2])), **options)
     assert (report.added, report.removed) == (2, 1)
     assert engine.document_ids(namespace="hooks") == ["0", "1"]
+    red = enum.Enum("Colour", {"RED": "red"}, type=str).RED  # shown as Colour.RED
+    assert sync_kv(LONG[:1], ids=[red], **options).removed == 2
+    assert engine.document_ids(namespace="hooks") == ["red"]
+    with pytest.raises(InputError, match=r"of type dict; pass a list of texts, and ids="):
+        precompute_kv({"id": LONG[0]}, **options)

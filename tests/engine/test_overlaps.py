@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import unicodedata
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -109,6 +110,36 @@ def test_of_two_texts_of_an_id_the_later_stays(engine, monkeypatch):
     assert kept(engine) == TEXTS[1:2]
     assert engine.delete(["d"]) == 1
     assert kept(engine) == []
+
+
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_texts_whose_old_kv_is_evicted_meanwhile_are_stored_unless_a_deletion_wins(
+    engine, monkeypatch, is_cleared
+):
+    engine.precompute(TEXTS)
+    store, real = engine.store, engine.store.put_all
+
+    def put_all(chunks, **options):
+        if is_cleared and any(new.text and new.doc_ids for new in chunks):
+            engine.clear()
+        return real(chunks, **options)
+
+    monkeypatch.setattr(store, "put_all", put_all)
+    meanwhile(monkeypatch, lambda: store.delete(store.catalog.keys()))
+    report = engine.precompute(TEXTS, prefix="Answer in verse.", batch_size=2)
+    assert (report.stored, len(report.failed)) == ((0, 6) if is_cleared else (6, 0))
+    assert len(kept(engine)) == report.stored
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_each_of_the_texts_with_the_same_token_ids_has_the_kv(engine, monkeypatch, batch_size):
+    encoder = engine.loaded.encoder
+    real, forms = encoder.chunk_ids, [f"{TEXTS[0]} caf\u00e9", f"{TEXTS[0]} cafe\u0301"]
+    monkeypatch.setattr(encoder, "chunk_ids", lambda text: real(unicodedata.normalize("NFC", text)))
+    report = engine.precompute(forms, ids=["nfc", "nfd"], batch_size=batch_size)
+    assert (report.stored + report.skipped, report.failed) == (2, [])
+    assert engine.delete(["nfd"]) == 0
+    assert engine.delete(["nfc"]) == 1
 
 
 def test_chunks_that_another_writer_computes_are_not_computed_again(engine, tiny_dir, monkeypatch):

@@ -20,6 +20,7 @@ from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import blobs, copies, open_store, opening
 from kvrag.store.base import NewKV
 from kvrag.store.catalog import hits
+from kvrag.store.catalog.ledger import PER_PAGE
 from kvrag.store.opening import open_url
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 from kvrag.testing.store import BlobsContract
@@ -240,6 +241,9 @@ def test_the_rows_of_a_request_are_read_in_one_round_trip(shared, round_trips):
     loaded = store.get_many(identities, timeout_s=30.0)
     assert all(same_bits(kv, make_kv(each)) for kv, each in zip(loaded, identities, strict=True))
     assert len(round_trips) == 2, "whether something was erased, and the chunks"
+    round_trips.clear()
+    store.register(NAMESPACE, [(f"d{n}", make_text(f"text {n}")) for n in range(500)])
+    assert len(round_trips) <= 1 + 500 // PER_PAGE + 2, "their rows, and the pages of the texts"
 
 
 def test_a_change_that_another_machine_overtakes_is_made_again(shared):

@@ -129,8 +129,8 @@ def precompute_dataset(
         ``None``: chunks have no id.
     model, kv_dir, **options
         As for :meth:`KVRagEngine.from_pretrained`. For several machines ``kv_dir`` must be a shared
-        store's address, or a directory that all of them see. Pass names of models and keys, not
-        objects: a hub id or a path, and ``encryption_key="env:NAME"``.
+        store's address. Pass names of models and keys, not objects: a hub id or a path, and
+        ``encryption_key="env:NAME"``.
     workers
         Number of workers, and their CPU cores and GPUs; default: the defaults of :class:`Workers`.
     run

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,15 +84,16 @@ class Catalog(Hits):
         self._attach(key, chunk, text, doc_ids)
         return True
 
-    def _is_deleted(self, namespace: str, text: TextEntry | None, doc_ids: DocIds) -> bool:
-        return bool(not doc_ids and text and not self.knows_text(namespace, text.digest))
-
     @one_step
-    def register(self, namespace: str, texts: Iterable[tuple[str | None, TextEntry]]) -> None:
+    def register(self, namespace: str, texts: Sequence[tuple[str | None, TextEntry]]) -> None:
         """Register texts, each with its document, before their KV is computed.
 
         The text of a document is the last; its earlier texts stay until :meth:`unlink`.
         """
+        names = [f"n {namespace}"]
+        for doc_id, text in texts:
+            names += [self._name("t", namespace, text.digest), self._document(namespace, doc_id)]
+        self._rows.ahead(names)
         for doc_id, text in texts:
             self._refer(namespace, text, doc_id)
 
@@ -103,7 +104,14 @@ class Catalog(Hits):
         Returns ``None`` for a chunk that is stored already, and :data:`DELETED` for a chunk without
         ``doc_ids`` whose text was deleted. Writers share a pending row: they write the same bytes.
         """
-        self._ahead_of_new(chunks)
+        names = list[str]()
+        for record, text, doc_ids, _ in chunks:
+            space = record.namespace
+            names += [f"c {record.key}", f"n {space}"]
+            if text:
+                names.append(self._name("t", space, text.digest))
+            names += [self._document(space, each) for each in doc_ids]
+        self._rows.ahead(names)
         return [self._note(*chunk) for chunk in chunks]
 
     def _note(
@@ -204,9 +212,8 @@ class Catalog(Hits):
         going = self.only_held_by(namespace, doc_id, digests)
         if not self.revisions(going).items() <= erased.items():
             return False
-        digests = digests or self.document_texts(namespace, doc_id)
         self.remove(erased)
-        self._unrefer(namespace, doc_id, digests)
+        self._unrefer(namespace, doc_id, digests or self.document_texts(namespace, doc_id))
         self._mark(namespace)
         return True
 
@@ -267,18 +274,14 @@ class Catalog(Hits):
 
     def _has(self, chunk: ChunkRow, text: TextEntry | None, doc_ids: DocIds) -> bool:
         """Whether :meth:`_attach` would change nothing."""
-        if (
-            text is None
-            or text.digest not in chunk.digests
-            or not self.knows_text(chunk.namespace, text.digest)
-        ):
-            return text is None
-        return all(
-            [
+        return text is None or (
+            text.digest in chunk.digests
+            and self.knows_text(chunk.namespace, text.digest)
+            and all(
                 text.digest in self.document_texts(chunk.namespace, doc_id)
                 for doc_id in doc_ids
                 if doc_id is not None
-            ]
+            )
         )
 
     def _attach(
@@ -302,7 +305,7 @@ class Catalog(Hits):
         known = found or self._announce(namespace, text)
         held = [digest] if doc_id is None else self.document_texts(namespace, doc_id)
         refs = known.refs
-        if doc_id is not None and held[-1:] != [digest]:
+        if held[-1:] != [digest]:
             rest = [other for other in held if other != digest]
             self._rows.set(self._document(namespace, doc_id), [*rest, digest])
             # A document that had the text before only makes it its last.
@@ -338,13 +341,11 @@ class Catalog(Hits):
         """
         held = self.document_texts(namespace, doc_id)
         for text in self._texts(namespace, set(held) & set(digests)):
-            refs = max(0, text.refs - 1)
-            digest = text.entry.digest
-            left = text._replace(refs=refs)
-            if not refs:
+            left = text._replace(refs=max(0, text.refs - 1))
+            if not left.refs:
                 left = left._replace(keys=[])
                 for key, chunk in self._chunks(text.keys):  # another text keeps it
-                    others = [other for other in chunk.digests if other != digest]
+                    others = [digest for digest in chunk.digests if digest != text.entry.digest]
                     self._rows.set(f"c {key}", chunk._replace(digests=others))
             self._settle(namespace, left)
         self._keep(

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial, wraps
-from typing import Annotated, Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Annotated, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -30,7 +30,7 @@ from kvrag.identity.fingerprint import chunk_key, content_key
 from kvrag.kv.crypto import RowCipher
 from kvrag.store.base import CatalogRows, ChunkRecord
 from kvrag.store.eviction import Usage
-from kvrag.types import ChunkIdentity, ChunkKey, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, DocIds, TextEntry
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -121,9 +121,7 @@ class Ledger:
     def get(self, key: ChunkKey) -> ChunkRecord | None:
         """Return the record of a stored chunk."""
         chunk = self.stored_row(key)
-        if chunk is None:
-            return None
-        return chunk.record(key)
+        return chunk and chunk.record(key)
 
     def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Return the stored keys among ``keys``."""
@@ -200,9 +198,7 @@ class Ledger:
     def text_keys(self, namespace: str, digest: str) -> list[ChunkKey]:
         """Return the keys of the stored chunks of a text."""
         text = self._text(namespace, digest)
-        if text is None:
-            return []
-        return list(self.stored(text.keys))
+        return list(self.stored(text.keys)) if text else []
 
     def key_texts(self, key: ChunkKey) -> list[TextEntry]:
         """Return the texts of a stored chunk."""
@@ -309,6 +305,9 @@ class Ledger:
         names = [self._name("t", namespace, digest) for digest in digests]
         return [text for text in self._read_all(TEXT, names) if text]
 
+    def _is_deleted(self, namespace: str, text: TextEntry | None, doc_ids: DocIds) -> bool:
+        return bool(not doc_ids and text and not self.knows_text(namespace, text.digest))
+
     def _strings(self, name: str) -> list[str]:
         return self._read(STRINGS, name) or []
 
@@ -321,18 +320,7 @@ class Ledger:
         self._rows.ahead(names)
         return found
 
-    def _ahead_of_new(self, chunks: Iterable[tuple[Any, ...]]) -> None:
-        """Read the rows that storing chunks will ask for."""
-        names = list[str]()
-        for record, text, doc_ids, _ in chunks:
-            space = record.namespace
-            names += [f"c {record.key}", f"n {space}"]
-            if text:
-                names.append(self._name("t", space, text.digest))
-            names += [self._document(space, each) for each in doc_ids if each is not None]
-        self._rows.ahead(names)
-
-    def _document(self, namespace: str, doc_id: str) -> str:
+    def _document(self, namespace: str, doc_id: str | None) -> str:
         return self._name("z", namespace, json.dumps(doc_id))
 
     def _name(self, kind: str, namespace: str, text: str) -> str:
