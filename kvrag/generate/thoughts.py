@@ -13,8 +13,7 @@ from kvrag.generate.request import Request
 from kvrag.prompt.template import PromptEncoder
 
 Decode = Callable[[Sequence[int]], str]
-# Tokens of a prompt's end; a tag has fewer.
-_TAIL = 32
+TAIL = 32  # tokens of a prompt's end; a tag has fewer
 
 
 def num_sure(text: str, marks: Sequence[str]) -> int:
@@ -146,7 +145,7 @@ def thoughts_in(
     tokenizer = encoder.private
     hidden = {*tokenizer.all_special_ids} - {*tokenizer.convert_tokens_to_ids([*tags])}
     with_tags = decoder_of(tokenizer, hidden)
-    tail = with_tags(prompt_ids[-_TAIL:]).rstrip()
+    tail = with_tags(prompt_ids[-TAIL:]).rstrip()
     is_open = tail.endswith(tags[0])
     if request.chat.continues:
         last: Any = request.prompt[-1]
