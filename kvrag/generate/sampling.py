@@ -134,7 +134,7 @@ def parts_of(
         decode, calls = calls_in(request.form, encoder, prompt_ids, eos_ids)
     is_chat = isinstance(request.prompt[0], Mapping)
     if is_chat and (tags := encoder.thought_tags) is not None:
-        thoughts, decode = thoughts_in(tags, request, encoder, prompt_ids, decode)
+        thoughts, decode = thoughts_in(tags, request, encoder, prompt_ids, eos_ids, decode)
     form: Form | None = constraint
     if constraint and thoughts:
         form = FormBehind(constraint, thoughts, encoder, decode)
