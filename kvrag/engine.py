@@ -321,8 +321,7 @@ class KVRagEngine(Library):
     @property
     def loaded(self) -> LoadedModel:
         """Model and tokenizer; loads them at first use."""
-        if _first_process != os.getpid():
-            _check_process()
+        _check_process()
         with self._lock:
             if self._is_closed:
                 raise ModelError(
@@ -450,7 +449,7 @@ class KVRagEngine(Library):
         text = self.text_of(asked.prefix)
         self._prefix_texts.setdefault(space, {})[text] = None
         documents.replace(self.store, space, items, self.erasing, is_announced=asked.announced)
-        run = Precompute(
+        return Precompute(
             loaded,
             self.store,
             self.store_config,
@@ -459,8 +458,7 @@ class KVRagEngine(Library):
             self.context_ids,
             asked.retention,
             kept=self._kept_prefix,
-        )
-        return run.run(items, batch_size=asked.batch_size, show_progress=asked.show_progress)
+        ).run(items, batch_size=asked.batch_size, show_progress=asked.show_progress)
 
     def prefetch(
         self,
@@ -480,14 +478,18 @@ class KVRagEngine(Library):
         if texts:
             prompt: list[str | Chunk] = [
                 self.prefix_text,
-                *map(Chunk, texts),
+                *map(Chunk, [texts] if isinstance(texts, str) else texts),
             ]
             asked = PrefillRequest(prompt=prompt, mode="full", namespace=namespace)
             wanted += self._answering.plan(self._resolved(asked)).identities
         if keys:
-            space = self.space_of(namespace)
-            model = self.loaded.fingerprint
-            wanted += chosen_keys(self.store.catalog, space, (), keys, model=model)
+            wanted += chosen_keys(
+                self.store.catalog,
+                self.space_of(namespace),
+                (),
+                keys,
+                model=self.loaded.fingerprint,
+            )
         return self.store.prefetch(wanted)
 
     def flush_write_back(self, timeout_s: float | None = None) -> bool:

@@ -24,7 +24,7 @@ def quantised(result: Result) -> str:
     note = "\nErrors: root mean squares, relative. KL: from the same reuse without rounding, "
     note += f"{len(result['cases'])} MuSiQue questions of {result['chunks']} chunks, "
     note += "± half of a 95% bootstrap interval; "
-    note += f"the first token was the same in {same:.0%} or more. Sizes: `store.json`.\n"
+    note += f"the first token was the same in at least {same:.0%}. Sizes: `store.json`.\n"
     return table(header, rows) + note + source(result, "quantised.json")
 
 

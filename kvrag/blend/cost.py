@@ -260,14 +260,13 @@ class CostModel:
         if not plan.identities:
             return None
         stored = list[tuple[str, int]]()
-        costs = self.known()
         for identity in plan.identities:
             key = chunk_key(identity)
             tier = next(
                 (tier.name for tier in store.tiers if tier.identity(key) is not None), store.name
             )
             stored.append((tier, len(identity.token_ids)))
-        return Price(costs, config, self._loaded.reusable.depth, stored)
+        return Price(self.known(), config, self._loaded.reusable.depth, stored)
 
     def learn(
         self, price: Price, layout: Layout, late: Collection[int], ms: Mapping[str, float]
@@ -297,7 +296,9 @@ class CostModel:
             if costs is not self.costs:
                 self.costs = costs
                 keep(self._file, json.dumps(asdict(costs)))
-            self._judge(took, predicted, is_refused=len(used) < len(price.stored))
+            self._judge(
+                took, predicted, is_refused=not layout.history and len(used) < len(price.stored)
+            )
 
     def _judge(self, took: float, predicted: float, *, is_refused: bool) -> None:
         """Forget the costs after wrong predictions, or after many refusals of reuse.

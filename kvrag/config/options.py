@@ -520,7 +520,8 @@ class SamplingConfig:
     prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     """Return the log-probability of every prompt token, too, and of this many of the likeliest
     tokens in its place. The prompt is then prefilled in full, because reused rows have no
-    logits."""
+    logits; the context window does not slide (``max_context``), and ``on_miss="store"`` stores
+    nothing."""
     stop: Annotated[str | Sequence[str] | None, _STOPS] = ()
     """Strings that end the answer; they are not part of it."""
     stop_token_ids: Annotated[Sequence[int] | None, _TOKENS] = ()

@@ -17,7 +17,15 @@ from kvrag.generate.defaults import own_stops, processors_of
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.logprobs import Delta, logprob_of
 from kvrag.generate.request import Request
-from kvrag.generate.thoughts import Decode, Form, FormBehind, Thoughts, num_sure, thoughts_in
+from kvrag.generate.thoughts import (
+    TAIL,
+    Decode,
+    Form,
+    FormBehind,
+    Thoughts,
+    num_sure,
+    thoughts_in,
+)
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import Extend
 from kvrag.types import FinishReason, TokenLogprob, ToolCall
@@ -52,7 +60,7 @@ class Sampler:
         self._generator = torch.Generator()
         if config.seed is not None:
             self._generator.manual_seed(config.seed)
-        elif not self._is_greedy:
+        else:
             self._generator.seed()
 
     def next(self, logits: Tensor) -> int:
@@ -97,8 +105,9 @@ class Sampler:
         """
         if self._num_top is None and not thought:
             return text
-        delta, self._num_told, start = Delta(text), len(self.logprobs), self._num_told
-        delta.logprobs = tuple(self.logprobs[start:])
+        delta = Delta(text)
+        delta.logprobs = tuple(self.logprobs[self._num_told :])
+        self._num_told = len(self.logprobs)
         delta.reasoning_content = thought
         return delta
 
@@ -123,20 +132,20 @@ def parts_of(
     calls = thoughts = None
     if request.form.tools:
         decode, calls = calls_in(request.form, encoder, prompt_ids, eos_ids)
-    prompt = request.prompt
-    is_chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
+    is_chat = isinstance(request.prompt[0], Mapping)
     if is_chat and (tags := encoder.thought_tags) is not None:
-        thoughts, decode = thoughts_in(tags, request, encoder, prompt_ids, decode)
+        thoughts, decode = thoughts_in(tags, request, encoder, prompt_ids, eos_ids, decode)
     form: Form | None = constraint
     if constraint and thoughts:
         form = FormBehind(constraint, thoughts, encoder, decode)
+    before = () if is_chat and not request.chat.continues else prompt_ids[-TAIL:]
     model = loaded.lm.model
     processors = processors_of(
         model, config, prompt_ids, max_new_tokens=max_new_tokens, eos_ids=eos_ids
     )
     return (
         Sampler(config, prompt_ids, processors, constraint=form, device=model.device),
-        TextStream(decode, (*(config.stop or ()), *own_stops(loaded))),
+        TextStream(decode, (*(config.stop or ()), *own_stops(loaded)), before),
         calls,
         thoughts,
     )
@@ -210,14 +219,17 @@ def decode(
 class TextStream:
     """Stream of text deltas from token ids: whole characters, and no part of a ``stop`` string.
 
-    A stop string ends the text.
+    A stop string ends the text. ``before`` are the last tokens of a text that it continues.
     """
 
-    def __init__(self, decode: Decode, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, decode: Decode, stop: Sequence[str] = (), before: Sequence[int] = ()
+    ) -> None:
         self._decode = decode
-        self._stop = tuple(stop)
-        self._ids: list[int] = []
-        self._context = self._read = 0
+        self._stop = stop
+        self._ids = [*before]
+        self._context = 0
+        self._read = len(before)
         self._pending = ""
         self.is_stopped = False
 
@@ -228,12 +240,8 @@ class TextStream:
 
     def finish(self) -> str:
         """Return the text that was held back."""
-        if self.is_stopped:
-            return ""
         shown = self._release(self._new_text(is_last=True))
-        rest = self._pending
-        self._pending = ""
-        return shown if self.is_stopped else shown + rest
+        return shown if self.is_stopped else shown + self._pending
 
     def _new_text(self, *, is_last: bool) -> str:
         """Return the text of unread tokens.
@@ -256,12 +264,8 @@ class TextStream:
             return text
         self._pending += text
         hits = [at for s in self._stop if (at := self._pending.find(s)) >= 0]
-        if hits:
-            self.is_stopped = True
-            shown = self._pending[: min(hits)]
-            self._pending = ""
-            return shown
-        sure = num_sure(self._pending, self._stop)
+        self.is_stopped = bool(hits)
+        sure = min(hits, default=num_sure(self._pending, self._stop))
         shown = self._pending[:sure]
         self._pending = self._pending[sure:]
         return shown

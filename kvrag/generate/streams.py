@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError, Future
+from functools import cached_property
 from typing import Any
 
 from kvrag.runtime import POOL
@@ -36,35 +37,37 @@ class _Stream:
 
     def __init__(self) -> None:
         self._cancel = threading.Event()
-        self._result: GenerationResult | None = None
+        self._done: Future[GenerationResult] | None = None
         self._is_over = False
 
     @property
     def result(self) -> GenerationResult:
-        """Result of the request; available once the stream has ended."""
-        if self._result is None:
+        """Result of the request once the stream has ended; raises the request's exception."""
+        if self._done is None:
             if self._is_over:
-                raise RuntimeError("the stream was cancelled before its first token")
+                raise RuntimeError("the stream was left or cancelled before its end")
             raise RuntimeError("the stream has not ended; read it to its end first")
-        return self._result
+        try:
+            return self._done.result()
+        except StopIteration as error:  # raised in an iterator, it would pass for the stream's end
+            raise RuntimeError(f"a StopIteration escaped from generation: {error}") from error
 
     def cancel(self) -> None:
         """Stop decoding before its next forward."""
         self._cancel.set()
 
-    def __del__(self) -> None:
-        self._cancel.set()
+    __del__ = cancel
 
     def _take(self, item: Item) -> str | None:
         """Return text, or nothing at the end; raise the request's exception."""
         if isinstance(item, str):
             return item
         self._is_over = True
+        self._done = item
         try:
-            self._result = item.result()
-        except StopIteration as error:  # raised in an iterator, it would pass for the stream's end
-            raise RuntimeError(f"a StopIteration escaped from generation: {error}") from error
+            self.result  # noqa: B018 - raises the request's exception
         except CancelledError:
+            self._done = None
             if not self._cancel.is_set():
                 raise
         return None
@@ -106,9 +109,9 @@ class AsyncTokenStream(_Stream, AsyncIterator[str]):
     def __init__(self, produce: Produce) -> None:
         super().__init__()
         self._produce = produce
-        self._queue: asyncio.Queue[Any] | None = None
 
-    def _begin(self) -> asyncio.Queue[Any]:
+    @cached_property
+    def _queue(self) -> asyncio.Queue[Any]:
         loop = asyncio.get_running_loop()
         arrived = asyncio.Queue[Any]()
         cancel = self._cancel
@@ -125,8 +128,6 @@ class AsyncTokenStream(_Stream, AsyncIterator[str]):
     async def __anext__(self) -> str:
         if self._is_over:
             raise StopAsyncIteration
-        if self._queue is None:
-            self._queue = self._begin()
         try:
             text = self._take(await self._queue.get())
         except BaseException:  # a cancelled task, as a rule

@@ -13,8 +13,7 @@ from kvrag.generate.request import Request
 from kvrag.prompt.template import PromptEncoder
 
 Decode = Callable[[Sequence[int]], str]
-# Tokens of a prompt's end; a tag has fewer.
-_TAIL = 32
+TAIL = 32  # tokens of a prompt's end; a tag has fewer
 
 
 def num_sure(text: str, marks: Sequence[str]) -> int:
@@ -137,6 +136,7 @@ def thoughts_in(
     request: Request,
     encoder: PromptEncoder,
     prompt_ids: Sequence[int],
+    eos_ids: frozenset[int],
     decode: Decode,
 ) -> tuple[Thoughts | None, Decode]:
     """Return the parser of a thought before the answer to a chat, and a decoder that keeps tags.
@@ -144,9 +144,10 @@ def thoughts_in(
     No thought is expected where the prompt closes it, or has a part of the answer.
     """
     tokenizer = encoder.private
-    hidden = {*tokenizer.all_special_ids} - {*tokenizer.convert_tokens_to_ids([*tags])}
-    with_tags = decoder_of(tokenizer, hidden)
-    tail = with_tags(prompt_ids[-_TAIL:]).rstrip()
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    hidden = eos_ids.union(special, tokenizer.all_special_ids)
+    with_tags = decoder_of(tokenizer, hidden.difference(tokenizer.convert_tokens_to_ids([*tags])))
+    tail = with_tags(prompt_ids[-TAIL:]).rstrip()
     is_open = tail.endswith(tags[0])
     if request.chat.continues:
         last: Any = request.prompt[-1]

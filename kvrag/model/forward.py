@@ -193,9 +193,11 @@ class Forward(Cache):  # type: ignore[misc]
         """
         if module in self._attentions.reads:
             self._pause()
-        mass = self.mass if module in self.weighed else None
-        reach = self._attentions.reach.get(module, EVERYTHING)
-        options = {**scores, "reach": reach, "mass": mass}
+        options = {
+            **scores,
+            "reach": self._attentions.reach.get(module, EVERYTHING),
+            "mass": self.mass if module in self.weighed else None,
+        }
         total = query.shape[2]
         wanted = total
         if module in self.tail:
@@ -254,6 +256,12 @@ _ATTENTIONS = AttentionInterface()
 _MASKS = AttentionMaskInterface()
 
 
+def own_attention(config: Any) -> str:
+    """Return the name of a model's own attention, also while a forward of any thread runs."""
+    name = config._attn_implementation or EAGER
+    return RUNTIME.of(config, _Own).attention if name == ATTENTION else str(name)
+
+
 def running() -> Forward | str | None:
     """Return the forward, or attention name, that runs in this thread under kvrag's name."""
     return _current.running
@@ -272,7 +280,7 @@ def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
     was_plain = FORWARD.is_plain
     # Else it is nested in another switch.
     if config._attn_implementation != ATTENTION:
-        own.attention = config._attn_implementation or EAGER
+        own.attention = own_attention(config)
         own.is_dense = isinstance(what, Forward) and what.is_dense
     config._attn_implementation = ATTENTION
     _current.running = what
@@ -329,7 +337,7 @@ def _attention(
 def _attention_of(module: Any, name: str | None) -> Callable[..., Attended]:
     """Return transformers' attention of this name, by default the model's own."""
     if name is None:
-        name = RUNTIME.of(module.config, _Own).attention
+        name = own_attention(module.config)
     by_default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return cast(Callable[..., Attended], _ATTENTIONS.get(name, by_default))
 

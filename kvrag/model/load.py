@@ -34,7 +34,7 @@ from kvrag.identity.describe import quantisation_text
 from kvrag.identity.fingerprint import digest
 from kvrag.identity.model import UNKNOWN, LiveIdentity, describe, weights_digest
 from kvrag.identity.weights import keep_name, source_identity
-from kvrag.model.forward import evaluating
+from kvrag.model.forward import evaluating, own_attention
 from kvrag.model.gguf.parsing import is_gguf, parsed_once
 from kvrag.model.linear import WEIGHTS_VARIABLE, use_own_products
 from kvrag.model.lm import CausalLM, LoadedModel
@@ -285,7 +285,7 @@ def kept_file(kind: str, lm: CausalLM, fingerprint: str, **versions: str) -> Pat
         "fingerprint": fingerprint,
         "dtype": str(lm.dtype),
         "device": device,
-        "attention": str(lm.config._attn_implementation),
+        "attention": own_attention(lm.config),
     }
     name = digest(kind, {key: value.encode() for key, value in fields.items()})
     return cache_dir() / f"{kind}s" / f"{name}.json"

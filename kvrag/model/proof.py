@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
 
-from kvrag.model.forward import EAGER, evaluating, switched
+from kvrag.model.forward import EAGER, evaluating, own_attention, switched
 from kvrag.model.linear import mixing_layer
 from kvrag.model.lm import CausalLM
 from kvrag.model.lock import lock_of
@@ -135,15 +135,18 @@ def prove(lm: CausalLM) -> Proof:
         proof = _Trial(lm, seed).prove()
         if proof.passed and proof.is_conclusive:
             break
-    own = str(lm.config._attn_implementation)
+    own = own_attention(lm.config)
     if own != EAGER and any(check.promise == "0" and not check.passed for check in proof.checks):
         eager = _Trial(lm, 0, EAGER).prove()
         if eager.passed:
-            note = (
-                f"transformers' {own!r} attention differs from its {EAGER!r} one, "
-                "which defines this model; kvrag follows the latter"
+            proof = replace(
+                eager,
+                notes=(
+                    *eager.notes,
+                    f"transformers' {own!r} attention differs from its {EAGER!r} one, "
+                    "which defines this model; kvrag follows the latter",
+                ),
             )
-            proof = replace(eager, notes=(*eager.notes, note))
     return replace(proof, seconds=time.perf_counter() - start)
 
 

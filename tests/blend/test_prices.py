@@ -164,6 +164,17 @@ def test_a_slow_tier_is_learned_at_once_and_tried_again(engine_of, monkeypatch):
     assert again.cheapest(whole) == (whole, None)
 
 
+def test_what_earlier_requests_left_is_no_refusal(engine_of):
+    engine = engine_of()
+    engine.precompute(CHUNKS)
+    engine._answering.costs.costs = replace(COSTS, row=2)
+    model, price, whole = asked(engine, 0, 1, 2)
+    layout = whole.behind(whole.num_tokens - 9, whole.num_tokens - 9)
+    for _ in range(2 * REFUSALS):
+        model.learn(price, layout, (), took(price, layout))
+    assert model.costs == replace(COSTS, row=2)
+
+
 def test_a_request_that_waited_for_others_does_not_put_off_all_reuse(engine_of, monkeypatch):
     true = replace(COSTS, row=2)
     monkeypatch.setattr("kvrag.blend.cost.measured", lambda _: true)

@@ -724,8 +724,17 @@ def test_a_stream_gives_the_same_text_and_then_the_result(engine):
     assert "".join(stream) == whole.text
     assert stream.result.token_ids == whole.token_ids
     assert list(stream) == []
+    stream = engine.stream(ask(0, 1), max_new_tokens=500)
     with pytest.raises(RuntimeError, match="has not ended"):
-        _ = engine.stream(ask(0, 1), max_new_tokens=500).result
+        _ = stream.result
+    with stream:
+        next(stream)
+    with pytest.raises(RuntimeError, match="left or cancelled before its end"):
+        _ = stream.result
+    stream = engine.stream("word " * 5000)
+    for read in (list, lambda failed: failed.result):
+        with pytest.raises(ContextLengthError):
+            read(stream)
 
 
 async def test_async_gives_the_same_and_never_blocks_the_loop(engine):

@@ -1,17 +1,23 @@
 """Text that grows: whole characters only, stop strings never shown, sampling by transformers' own processors."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
-from kit import lm_of
+from kit import lm_of, scripted
+from starlette.testclient import TestClient
+from tokenizers_kit import tiny_sentencepiece_tokenizer
 
+from kvrag import KVRagEngine
 from kvrag.config import SamplingConfig
 from kvrag.errors import ConfigError
 from kvrag.generate.defaults import processors_of
 from kvrag.generate.sampling import Sampler, TextStream
 from kvrag.prompt.template import PromptEncoder
+from kvrag.testing.models import tiny_model
+from kvrag_server import ServerConfig, create_app
 
 TEXT = "The keeper – Émile – wrote: 日本語, 🗝️🇪🇺 and “quotes”. STOP here and go on"
 
@@ -63,6 +69,25 @@ def test_an_incomplete_character_at_the_end_is_shown_as_such(tokenizer):
     stream = TextStream(encoder.decode)
     assert [stream.push(i) for i in ids] == [""] * len(ids)
     assert "\ufffd" in stream.finish()
+
+
+@pytest.mark.parametrize("prepend", ["normalizer", "first", "never"])
+def test_a_text_that_is_continued_keeps_the_first_space(monkeypatch, prepend):
+    tokenizer, more = tiny_sentencepiece_tokenizer(prepend), " the reader of words."
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    engine = KVRagEngine.from_pretrained(
+        tiny_model(), tokenizer=tokenizer, prove="off", context=None
+    )
+    begun = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "It is"}]
+    with closing(engine), TestClient(create_app(engine, ServerConfig(model_name="m"))) as http:
+        scripted(monkeypatch, engine, more)
+        for prompt in ("It is", ["It is"], engine.encoder.live_ids("It is"), begun):
+            options = {"max_new_tokens": 60, "continue_final_message": prompt is begun}
+            result = engine.generate(prompt, **options)
+            assert result.text == "".join(engine.stream(prompt, **options)) == more
+        body = {"model": "m", "prompt": "It is", "max_tokens": 60, "echo": True}
+        told = http.post("http://localhost/v1/completions", json=body).json()
+        assert told["choices"][0]["text"] == "It is" + more
 
 
 def test_greedy_takes_the_best_and_a_penalty_moves_on():

@@ -70,8 +70,9 @@ def test_prompts_of_every_form_have_them(engine):
 
 
 def test_what_does_not_fit_or_is_no_number_is_refused(engine):
-    with pytest.raises(ContextLengthError, match=r"the prompt has \d{4,} tokens"):
-        engine.generate("word " * 5000, prompt_logprobs=0)
+    for max_context in ("raise", "slide"):
+        with pytest.raises(ContextLengthError, match=r"the prompt has \d{4,} tokens"):
+            engine.generate("word " * 5000, prompt_logprobs=0, max_context=max_context)
     with pytest.raises(ConfigError, match="prompt_logprobs"):
         engine.generate(TEXT, prompt_logprobs=99)
 

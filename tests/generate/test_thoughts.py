@@ -90,6 +90,17 @@ def test_the_text_is_the_answer_alone(monkeypatch, tags, special, opens):
         assert 0 < got.reasoning_tokens < len(got.token_ids) == len(got.logprobs)
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_an_end_token_that_has_no_name_is_not_shown(monkeypatch, special, opens):
+    with closing(engine_of(("<think>", "<|over|>"), opens=opens, special=special)) as engine:
+        engine.tokenizer.chat_template = template(THINK, opens=opens)
+        end = engine.tokenizer.convert_tokens_to_ids("<|over|>")
+        assert end not in engine.tokenizer.all_special_ids
+        monkeypatch.setattr(engine.loaded.lm.model.generation_config, "eos_token_id", end)
+        scripted(monkeypatch, engine, spoken("Twelve.<|over|>", opens=opens))
+        assert engine.generate(ASK, max_new_tokens=200).text == "Twelve."
+
+
 @pytest.mark.parametrize(
     ("text", "is_open", "want"),
     [

@@ -13,7 +13,7 @@ import kvrag.model.load
 import kvrag.model.proof
 from kvrag import Chunk, ConfigError, KVRagEngine, UnsupportedModelError
 from kvrag.model import CausalLM
-from kvrag.model.forward import Forward
+from kvrag.model.forward import Forward, switched
 from kvrag.model.load import kept_proof, proof_file, proven
 from kvrag.model.plain import PlainLM
 from kvrag.model.proof import LIMIT, Check, Proof, prove
@@ -372,6 +372,8 @@ def test_all_that_a_proof_depends_on_is_in_its_name(monkeypatch):
         "eager" if lm.model.config._attn_implementation != "eager" else "sdpa"
     )
     names.append(proof_file(CausalLM(eager), "one"))
+    with switched(lm.model, "another"):  # what a thread sees while a forward of another one runs
+        assert proof_file(lm, "one") == names[0]
     for version in (
         "kvrag.__version__",
         "torch.__version__",

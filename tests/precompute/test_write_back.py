@@ -111,6 +111,7 @@ def test_the_next_prompt_reuses_it_and_nothing_is_stored_twice(engine, is_messag
 def test_only_answers_with_reuse_write_back(engine, engine_of):
     prompt = given(engine, CHUNKS[0])
     answer(engine, prompt, mode="full")
+    answer(engine, prompt, prompt_logprobs=0)
     engine.prefill(prompt, mode="stitch")
     engine.score(prompt, "x", mode="stitch")
     answer(engine, given(engine, "Too short."))
