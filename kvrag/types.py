@@ -237,8 +237,8 @@ class PrecomputeReport:
     stored, skipped
         Number of chunks computed and written; number of chunks stored already.
     failed, short
-        ``(id, reason)`` of chunks that could not be stored; ``(id, reason)`` of chunks too short to
-        store. Both are computed at query time.
+        ``(id, reason)`` of every document whose chunk could not be stored, or is too short to be
+        stored. Both are computed at query time.
     stored_bytes, seconds
         Bytes of KV written; wall time.
     """

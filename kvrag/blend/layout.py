@@ -208,8 +208,9 @@ def lay_out(plan: Plan) -> Layout:
         if piece.identity is not None:
             kind = "prefix" if piece.piece.kind == "live" else "chunk"
             source = sources[piece.identity]
-        rest = piece.is_exact, source, piece.is_mismatched, piece.offset
-        entries.append((len(piece.ids), kind, *rest))
+        entries.append(
+            (len(piece.ids), kind, piece.is_exact, source, piece.is_mismatched, piece.offset)
+        )
     return place(entries)
 
 

@@ -224,8 +224,11 @@ class ResidualShift:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that differ from request to request."""
-        own = (self.span, self.picked, self.at, self.weights, self.slots, self.at_slots)
-        return [x for x in own if isinstance(x, Tensor)]
+        return [
+            x
+            for x in (self.span, self.picked, self.at, self.weights, self.slots, self.at_slots)
+            if isinstance(x, Tensor)
+        ]
 
     def clear(self) -> None:
         """Set the weights to zero, so that nothing is shifted."""
@@ -322,7 +325,6 @@ def repair(
         )
         if shifting is not None and model.device.type == "cuda":
             shifting = shifting.for_tensor_cores(model.dtype)
-    is_whole = len(rows) == layout.num_tokens
-    at = Rows.span(0, len(rows)) if is_whole else Rows.at(rows)
+    at = Rows.span(0, len(rows)) if len(rows) == layout.num_tokens else Rows.at(rows)
     found, _ = model.forward(token_ids[rows], at, buffer, logits=logits, before_write=shifting)
     return found.flatten()

@@ -80,8 +80,9 @@ class Signals:
 
 def _random(signals: Signals) -> Tensor:
     """Choose rows uniformly at random: the control that every other strategy must beat."""
-    generator = torch.Generator().manual_seed(signals.config.seed)
-    order = torch.randperm(len(signals.candidates), generator=generator)
+    order = torch.randperm(
+        len(signals.candidates), generator=torch.Generator().manual_seed(signals.config.seed)
+    )
     return signals.candidates[order[: signals.budget]]
 
 

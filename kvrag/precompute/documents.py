@@ -212,10 +212,10 @@ def withdraw(store: TieredStore, chunks: Iterable[NewChunk]) -> None:
     for chunk in chunks:
         space = chunk.identity.namespace
         text = chunk.entry
-        # A text may have KV behind another prefix, or of another model.
-        if text is not None and not catalog.text_keys(space, text.digest):
-            for doc_id in chunk.doc_ids:
-                with suppress(StoreError):
+        with suppress(StoreError):
+            # A text may have KV behind another prefix, or of another model.
+            if text is not None and not catalog.text_keys(space, text.digest):
+                for doc_id in chunk.doc_ids:
                     if doc_id is not None and is_current(catalog, space, text, doc_id):
                         store.forget(space, doc_id)
 

@@ -338,6 +338,7 @@ class Precompute:
             [written] = self.store.put_all([new._replace(doc_ids=(None,))])
             if self._has_erased():  # between the look and the write
                 self.store.delete([chunk_key(new.identity)])
+                return StoreError(MEANWHILE)
         return written
 
     def _new(self, chunk: NewChunk, kv: ChunkKV, retention: Retention) -> NewKV:

@@ -111,9 +111,8 @@ class SpanIndex:
                 digest = text_digest(text[start:stop])
             except UnicodeEncodeError:  # a prompt may hold surrogates; a registered text can't
                 return None
-            if any(t.holds(windows[start], stop - start, digest) for t in tables):
-                return digest
-            return None
+            is_known = any(t.holds(windows[start], stop - start, digest) for t in tables)
+            return digest if is_known else None
 
         return _verified(starts, lengths, len(text), known_digest)
 
@@ -245,11 +244,13 @@ def _places(hashes: Hashes, windows: Hashes) -> Integers:
     """Return the places where a window has one of these hashes, which are sorted; ascending."""
     if not len(hashes):
         return np.empty(0, np.int64)
-    # The first bits of nearly all windows are those of no hash: ten times sooner than a search.
-    others = np.uint64(64 - SIEVE_BITS)
-    sieve = np.zeros(1 << SIEVE_BITS, np.bool_)
-    sieve[hashes >> others] = True
-    places = np.flatnonzero(sieve[windows >> others])
+    places = np.arange(len(windows))
+    if len(hashes) < len(windows):
+        # The first bits of most windows are those of no hash: ten times sooner than a search.
+        others = np.uint64(64 - SIEVE_BITS)
+        sieve = np.zeros(1 << SIEVE_BITS, np.bool_)
+        sieve[hashes >> others] = True
+        places = np.flatnonzero(sieve[windows >> others])
     first = np.minimum(np.searchsorted(hashes, windows[places]), len(hashes) - 1)
     return places[np.flatnonzero(hashes[first] == windows[places])]
 

@@ -68,9 +68,9 @@ AREAS = {
     "evaluate": 7_053,
     "testing": 4_256,
     "langchain": 15_466,
-    "llama_index": 11_679,
+    "llama_index": 11_659,
     "ray": 4_837,
-    "server": 18_711,
+    "server": 18_722,
     "shared": 3_189,
     "vllm": 17_698,
 }

@@ -59,8 +59,9 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
     app = FastAPI(title="kvrag", version=kvrag.__version__, lifespan=_life, telemetry=QUIET)
     admission = Admission(config.max_running, config.max_waiting, config.max_per_key)
     metered = Metrics(engine, admission, lambda: engine.load.kv_bytes)
-    name = served_name(engine.source.name, config)
-    app.state.service = Service(engine, name, config, admission, metered)
+    app.state.service = Service(
+        engine, served_name(engine.source.name, config), config, admission, metered
+    )
     app.state.is_loaded = False
     app.state.invitation = "ask it in a browser"
     app.include_router(completions.router)
@@ -142,8 +143,9 @@ async def ready(request: Request) -> JSONResponse:
 
 async def metrics(request: Request) -> Response:
     """Return the metrics for Prometheus."""
-    text = await run_in_threadpool(service_of(request).metrics.text)
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+    return Response(
+        await run_in_threadpool(service_of(request).metrics.text), media_type=CONTENT_TYPE_LATEST
+    )
 
 
 def _model_object(service: Service) -> JsonObject:

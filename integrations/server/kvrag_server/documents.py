@@ -84,8 +84,11 @@ async def explain(body: ExplainRequest, request: Request) -> JsonObject:
 async def stats(request: Request) -> JsonObject:
     """Return totals of engine and store, and the numbers of running and waiting requests."""
     service = service_of(request)
-    counted = await run_in_threadpool(service.engine.stats)
-    return {**counted, "running": service.admission.running, "waiting": service.admission.waiting}
+    return {
+        **await run_in_threadpool(service.engine.stats),
+        "running": service.admission.running,
+        "waiting": service.admission.waiting,
+    }
 
 
 def explained(body: ExplainRequest) -> Prompt:

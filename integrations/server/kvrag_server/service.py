@@ -93,17 +93,19 @@ class Service(Desk):
     ) -> Answer:
         """Return the stream of the choice ``index`` of a request.
 
-        Its limit is the request's, or else the room that the context window leaves. A model whose
-        window of reuse is shorter, and than the server's limit, has the engine's own limit.
+        Its limit is the request's, or else the room that the context window leaves. Where reuse
+        ends before that window, it is the engine's own, if the server's limit allows it.
         """
         options = self.options(body, index, tenant=tenant)
         start = partial(self.engine.astream, prompt, **options)
         if body.limit is not None:
             return start(max_new_tokens=max(1, body.limit))
         lm = self.engine.loaded.lm
-        if lm.reuse_window < lm.context_window and lm.reuse_window <= self.config.max_tokens:
+        most = self.config.max_tokens
+        own = max(lm.reuse_window, lm.model.generation_config.max_new_tokens or 0)
+        if lm.refusal is None and lm.reuse_window < lm.context_window and own <= most:
             return start()
-        return Fitting(start, self.config.max_tokens)
+        return Fitting(start, most)
 
     def options(
         self, body: ChatRequest | TextRequest, index: int, *, tenant: str | None
