@@ -108,8 +108,9 @@ class RowCovariance:
         # A product with the inverse takes half the time of a solution for all rows. The noise keeps
         # it as exact, and makes a check needless, which would wait for the device.
         inverse = torch.linalg.inv_ex(known).inverse
-        found = linear(kernel(self.rows, self.owner, *observed), inverse)
-        return found.mul_(self.size[:, None] / self.size[to])
+        return linear(kernel(self.rows, self.owner, *observed), inverse).mul_(
+            self.size[:, None] / self.size[to]
+        )
 
     def most_informative(self, candidates: Tensor, mass: Tensor, count: int) -> Tensor:
         """Choose the ``count`` candidates that leave the least weighted posterior variance.

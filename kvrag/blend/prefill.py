@@ -188,8 +188,9 @@ def prefill(
         Slots of the model's pool for :func:`capacity_of` rows; by default, memory is allocated.
     """
     token_ids = plan.token_ids
-    capacity = capacity_of(model, len(token_ids), max_new_tokens, slides)
-    buffer_of = partial(model.buffer, capacity, run=run)
+    buffer_of = partial(
+        model.buffer, capacity_of(model, len(token_ids), max_new_tokens, slides), run=run
+    )
     if slides and len(token_ids) > model.context_window:
         return _in_window(model, buffer_of(), plan, clock, cancel)
     price = None
@@ -201,7 +202,7 @@ def prefill(
         model, store, plan, mode, price, load_timeout_s, clock, history
     )
     # Counted now, because stitching empties the list.
-    loaded_bytes = sum([kv.num_bytes for kv in kvs])
+    loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
     buffer = buffer_of()
     with filling(buffer):
         if history and layout.history:

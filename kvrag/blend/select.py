@@ -265,8 +265,10 @@ def num_selected(layout: Layout, config: RepairConfig) -> int:
         return layout.num_stale
     if config.strategy == "none":
         return 0
-    share = round(effective_ratio(layout, config, layout.num_stale) * layout.num_stale)
-    return max(_num_heads(layout, config), share)
+    return max(
+        _num_heads(layout, config),
+        round(effective_ratio(layout, config, layout.num_stale) * layout.num_stale),
+    )
 
 
 def _num_heads(layout: Layout, config: RepairConfig) -> int:

@@ -121,6 +121,8 @@ class SpanIndex:
 
         The rest of the text need not follow.
         """
+        if len(text) < ANCHOR_CHARS:
+            return []
         windows = _window_hashes(text)
         found = [_places(table.heads, windows) for table in self._tables]
         places: list[int] = np.unique(np.concatenate(found)).tolist()

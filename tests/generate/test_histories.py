@@ -455,11 +455,11 @@ def test_without_memory_the_second_attempt_has_what_earlier_requests_held(engine
     del root
     fails = iter([True])
 
-    def blend(*args):
+    def blend(*args, **given):
         if next(fails, False):
             raise MemoryError
         assert [ref() for ref in kept if ref() is not None] == []
-        return real(*args)
+        return real(*args, **given)
 
     monkeypatch.setattr(prefilling, "_blended", blend)
     result = engine.generate([{"role": "user", "content": QUESTIONS[0]}])
