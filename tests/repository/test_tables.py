@@ -97,7 +97,7 @@ def test_what_is_said_of_the_default_is_in_its_tables():
         for task, short in (("needles", True), ("needles", False), ("musique", None))
     }
     assert lost == {
-        ("needles", True): [(5, 79), (31, 79), (46, 79), (14, 79)],
+        ("needles", True): [(8, 110), (43, 110), (65, 110), (21, 110)],
         ("needles", False): [(0, 6), (1, 6), (3, 6), (0, 6)],
         ("musique", None): [(2, 4), (3, 4), (4, 4), (4, 4)],
     }
