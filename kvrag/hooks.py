@@ -293,7 +293,8 @@ def _listed(items: Any) -> list[Any]:
         return [items]
     if isinstance(items, Mapping):
         raise InputError(
-            f"items is of type {type(items).__name__}; pass a list, of texts with ids=[...] or of ids"
+            f"items is of type {type(items).__name__}; pass a list of texts with ids=[...], or of "
+            "ids"
         )
     if isinstance(items, Iterable) and not any(hasattr(items, mark) for mark in _HOLDER_MARKS):
         return list(items)

@@ -103,8 +103,9 @@ def processors_of(
 
     The answer has at most ``max_new_tokens`` tokens and ends at ``eos_ids``.
     """
-    longest = len(prompt_ids) + max_new_tokens
-    merged = merged_config(model.generation_config, config, longest, eos_ids)
+    merged = merged_config(
+        model.generation_config, config, len(prompt_ids) + max_new_tokens, eos_ids
+    )
     merged._eos_token_tensor = (
         torch.tensor(sorted(eos_ids), device=model.device) if eos_ids else None
     )

@@ -148,8 +148,9 @@ class QueryPipeline:
 
         def attempt(mode: Mode) -> Prefilled:
             if lm.refusal is not None:
-                size = self._state_bytes
-                return prefill_refused(lm, admitted.plan, mode=mode, max_bytes=size, **shared)
+                return prefill_refused(
+                    lm, admitted.plan, mode=mode, max_bytes=self._state_bytes, **shared
+                )
             return prefill(
                 lm,
                 self.store,

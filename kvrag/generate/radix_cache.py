@@ -44,8 +44,9 @@ class _Node:
 
     @property
     def num_bytes(self) -> int:
-        states = sum(snapshot.num_bytes for snapshot in self.snapshots.values())
-        return states + _size(self.layers, slice(None))
+        return _size(self.layers, slice(None)) + sum(
+            snapshot.num_bytes for snapshot in self.snapshots.values()
+        )
 
     def match(self, ids: np.ndarray) -> int:
         """Return the number of first ids equal to ``ids``; 0 if fewer than ``needed``."""

@@ -80,8 +80,8 @@ def source_identity(path: str, *, commit: str | None, options: Mapping[str, Any]
 
 def files_digest(files: Iterable[Path]) -> str:
     """Return a digest of the contents of files, regardless of their names and order."""
-    found = sorted(map(file_digest, files))
-    return "files:" + hashlib.sha256("".join(found).encode()).hexdigest()
+    found = "".join(sorted(map(file_digest, files)))
+    return f"files:{hashlib.sha256(found.encode()).hexdigest()}"
 
 
 def file_digest(file: Path) -> str:

@@ -314,8 +314,9 @@ class Precompute:
                 if cost_ms is None:
                     cost_ms = ms_per_token * len(chunk.identity.token_ids)
                 try:
-                    new = self._new(chunk, kv, replace(retention, cost_ms=cost_ms))
-                    wanted.append((chunk, new))
+                    wanted.append(
+                        (chunk, self._new(chunk, kv, replace(retention, cost_ms=cost_ms)))
+                    )
                 except StoreError as error:
                     self._fail(chunk, str(error))
             every = [new for _, new in wanted]
@@ -345,8 +346,13 @@ class Precompute:
         if self._config.kv_dtype != "auto":
             kv = pack(kv, self._config.kv_dtype)
         self.token_bytes = kv.num_bytes / len(chunk.identity.token_ids)
-        doc_ids = () if self._guard.is_registered(chunk.entry) else (None,)
-        return NewKV(chunk.identity, kv, chunk.entry, doc_ids, retention)
+        return NewKV(
+            chunk.identity,
+            kv,
+            chunk.entry,
+            () if self._guard.is_registered(chunk.entry) else (None,),
+            retention,
+        )
 
     def deleted(self, chunks: Sequence[NewChunk]) -> list[tuple[NewChunk, str | None]]:
         """Return documents that were deleted, or got another text, meanwhile, with their chunks."""

@@ -102,6 +102,8 @@ class SpanIndex:
             Spans without overlap, sorted by start. Of overlapping candidates the longest wins, then
             the leftmost. A span's digest was computed from ``text[start:stop]``.
         """
+        if len(text) < ANCHOR_CHARS:
+            return []
         tables = self._tables
         windows = _window_hashes(text)
         starts, lengths = np.concatenate([table.candidates(windows) for table in tables], axis=1)
