@@ -159,9 +159,8 @@ def _stops(plan: Plan, found: HistoryMatch | None, most: int) -> list[int]:
         named = [*range(step, total, step)]
     common = [found.num_common] if found else []
     wanted = dict.fromkeys([total, *common, *named[-1:], *ends[:1], *named])
-    return [stop for stop in wanted if stop == total or stop >= LEAST_ROWS][
-        : max(0, min(MAX_SNAPSHOTS, most) - 1)
-    ]
+    useful = [stop for stop in wanted if stop == total or stop >= LEAST_ROWS]
+    return useful[: max(0, min(MAX_SNAPSHOTS, most) - 1)]
 
 
 @torch.inference_mode()
@@ -223,10 +222,8 @@ def _num_compared(model: PlainLM) -> int:
         getattr(model.config, name, None) or 0
         for name in ("sliding_window", "attention_chunk_size")
     ]
-    return min(
-        max([96, *(window + 48 for window in windows if window <= CROSSABLE_WINDOW)]),
-        model.context_window - 2,
-    )
+    crossed = [window + 48 for window in windows if window <= CROSSABLE_WINDOW]
+    return min(max([96, *crossed]), model.context_window - 2)
 
 
 def _run(

@@ -110,6 +110,31 @@ def test_what_is_said_of_the_sealed_set_is_in_its_table():
     assert f"| all where full prefill is right, 11 | {right}" in shown
     wrong = "0.211 | 0.157 | 0.312 | 0.235 | 0.415 |"
     assert f"| all where full prefill is wrong, 37 | {wrong}" in shown
+    larger = read("facts/sealed-qwen2.5-coder-1.5b.json")
+    right = "0.156; 5 of 23 | 0.075; 4 of 23 | 0.505; 18 of 23 |"
+    assert f"| all where full prefill is right, 23 | {right}" in facts.facts_sealed(larger)
+    file = "facts/sealed-qwen2.5-coder-1.5b.json"
+    kl = {
+        method: [p for p in facts._of_forms(file, larger["tasks"], method) if facts.is_right(p[0])]
+        for method in ("runs@auto", "reordered")
+    }
+    lost = [full["kind"] for full, line in kl["runs@auto"] if not facts.is_right(line)]
+    assert sorted(lost) == ["joined", "one", "one", "one", "one"]
+    worst = max(range(23), key=lambda n: kl["runs@auto"][n][1]["kl"])
+    rest = [sum(line["kl"] for n, (_, line) in enumerate(of) if n != worst) for of in kl.values()]
+    assert [f"{each / 22:.3f}" for each in rest] == ["0.070", "0.078"]
+
+
+def test_single_needles_are_kept():
+    """The benchmarks page says it of the short ones, shape 0."""
+    of = facts.lines("default")
+    full = [q for q, x in of["needles", "full"].items() if x["kind"] == "needle" and not q[1]]
+    full = [q for q in full if facts.is_right(of["needles", "full"][q])]
+    lost = [
+        sum(not facts.is_right(of["needles", method][q]) for q in full)
+        for method in ("runs@auto", "runs@0.03", "none", "reordered")
+    ]
+    assert (len(full), lost) == (64, [0, 11, 29, 2])
 
 
 @pytest.fixture
