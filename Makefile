@@ -135,7 +135,7 @@ bench-host: setup ## What a request costs the host: milliseconds, calls, and wha
 bench-gguf: setup ## Seconds from a start to the first token of a model in a GGUF file (KVRAG_EVAL_MODELS; five minutes)
 	cd benchmarks && ../$(BIN)/python bench_gguf.py $(ARGS)
 
-bench-vllm: $(VLLM_READY) ## vLLM with repaired chunks beside vLLM alone and beside kvrag's engine and server (KVRAG_EVAL_MODELS; a quarter of an hour on two cores); ARGS="--only ttft,memory": parts
+bench-vllm: $(VLLM_READY) ## vLLM with repaired chunks beside vLLM alone and beside kvrag's engine and server (KVRAG_EVAL_MODELS; an hour on two cores); ARGS="--only ttft,memory": parts
 	cd benchmarks && $(abspath $(VLLM))/bin/python bench_vllm.py $(ARGS)
 
 bench-scale: setup ## Simulate a million chunks behind 100 replicas (three minutes of one core); measures nothing, so `bench` leaves it out

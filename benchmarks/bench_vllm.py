@@ -1,6 +1,6 @@
 """vLLM with repaired chunks, beside vLLM alone and beside kvrag's own engine and server.
 
-    KVRAG_EVAL_MODELS=... KVRAG_EVAL_DATA=... python benchmarks/bench_vllm.py   # all parts, a quarter of an hour on two quiet cores
+    KVRAG_EVAL_MODELS=... KVRAG_EVAL_DATA=... python benchmarks/bench_vllm.py   # all parts, an hour on two quiet cores
     python benchmarks/bench_vllm.py --only ttft,memory                          # these parts anew; the others stay as they were
     python benchmarks/bench_vllm.py --only streams                              # between tokens, with arrivals and without: five minutes
     python benchmarks/bench_vllm.py --quick --out build/vllm                    # short prompts, few requests: does everything run?
@@ -11,6 +11,7 @@ before had. So vLLM's prefix cache finds the system prompt and, now and then, a 
 
 * **memory**: of vLLM's engine alone, and with the connector.
 * **ttft**: seconds of a one-token answer, asked in random turns.
+* **auto**: the same of ``auto``, of vLLM alone and of blends in any case, where none, half and all of the chunks are stored.
 * **equality**: log-probabilities of the first token, and answers, beside those of kvrag's engine with the same repair.
 * **throughput**: eight clients, each sends its next request when its answer has ended.
 * **streams**: time between the tokens of four running streams while other prompts arrive.
@@ -31,7 +32,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,16 @@ MODES: dict[str, dict[str, Any] | None] = {
     FULL: None,
 }
 """What requests ask of the connector; ``None`` asks vLLM alone."""
+WAYS: dict[str, dict[str, Any] | None] = {
+    "auto": {"mode": "auto"},
+    "stitch": {"mode": "stitch"},
+    FULL: None,
+}
+"""The same of requests whose chunks are not all stored."""
+SHARES = (0.0, 0.5, 1.0)
+"""Shares of a prompt's chunks that are stored."""
+TURNS = 3
+"""How often each way is asked of each share."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +257,7 @@ class Run:
 
     def at(self, mode: str) -> VLLM:
         """Return the server that a mode is asked of."""
-        return self.server(ALONE if MODES[mode] is None else CONNECTOR)
+        return self.server(ALONE if (MODES | WAYS)[mode] is None else CONNECTOR)
 
     def stored(self, size: Size) -> Prompts:
         """Return the prompts of a size, their chunks precomputed and one of them answered."""
@@ -259,7 +270,7 @@ class Run:
 
     def answer(self, ids: list[int], mode: str, **options: Any) -> tuple[dict[str, Any], float]:
         """Answer a prompt; returns the response and its seconds. Raises ``RuntimeError`` if it should be blended and is not."""
-        response, wall_s = self.at(mode).complete(ids, MODES[mode], **options)
+        response, wall_s = self.at(mode).complete(ids, (MODES | WAYS)[mode], **options)
         if mode.startswith(BLENDED) and said(response).get("exactness") != "repaired":
             raise RuntimeError(f"a prompt was not blended: {said(response)}")
         return response, wall_s
@@ -345,6 +356,32 @@ def interval(values: Sequence[float], repeats: int = 2000) -> tuple[float, float
     picks = np.random.default_rng(0).integers(len(data), size=(repeats, len(data)))
     low, high = np.quantile(np.median(data[picks], axis=1), (0.025, 0.975))
     return float(low), float(high)
+
+
+# -- auto ----------------------------------------------------------------------------------------
+
+
+def auto(run: Run) -> dict[str, Any]:
+    """Time one-token answers by each way, in random turns, where some of the chunks are stored."""
+    draw = random.Random(f"{run.seed} auto")
+    cells = []
+    for size, (number, share) in product(run.extent.sizes, enumerate(SHARES)):
+        # Of questions that no other part has stored.
+        more = replace(size, questions=size.questions + len(SHARES))
+        prompts, own = Prompts(run.encoder, more, run.seed), size.questions + number
+        known = prompts.questions[own].chunks[: round(share * size.chunks)]
+        if known:
+            run.server(CONNECTOR).precompute(known)
+        ways = [way for way in WAYS if known or way != "stitch"]
+        rows = []
+        for _ in range(TURNS):
+            draw.shuffle(ways)
+            rows.append({way: first_token(run, prompts.new(own), way) for way in ways})
+        wall_s = {way: statistics.median(row[way]["wall_s"] for row in rows) for way in ways}
+        cells.append({"share": share, "prompts": rows, "wall_s": wall_s})
+        times = ", ".join(f"{way} {seconds:.2f} s" for way, seconds in wall_s.items())
+        print(f"{rows[0][FULL]['tokens']} tokens, {share:.0%} stored: {times}", flush=True)
+    return {"cells": cells}
 
 
 # -- equality ------------------------------------------------------------------------------------
@@ -597,6 +634,7 @@ def resident(pid: int) -> dict[str, int]:
 PARTS: dict[str, Callable[[Run], dict[str, Any]]] = {
     "memory": memory,
     "ttft": ttft,
+    "auto": auto,
     "equality": equality,
     "throughput": throughput,
     "streams": streams,

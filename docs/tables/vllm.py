@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -19,6 +20,7 @@ ENGINES = {
     "shared": "with the connector, `shared` weights",
     "copy": "with the connector, a `copy`",
 }
+WAYS = {"full": "vLLM alone", "stitch": "blended in any case", "auto": "`auto`"}
 STAGES = ("load", "stitch", "select", "repair", "write", "vLLM")
 
 
@@ -37,6 +39,23 @@ def ttft(part: Result) -> str:
     header = ["tokens", "", "first token, s", "vLLM alone over it", *(f"{s}, ms" for s in STAGES)]
     counts = " and ".join(str(len(size["prompts"])) for size in _sizes(part))
     return table(header, rows) + f"\nMedians with 95% intervals of {counts} prompts.\n"
+
+
+def auto(part: Result) -> str:
+    """Set what ``auto`` takes beside the better of the two ways, where some chunks are stored."""
+    rows = []
+    for cell in part["cells"]:
+        wall_s, prompts = cell["wall_s"], cell["prompts"]
+        seconds = [f"{wall_s[way]:.2f}" if way in wall_s else "–" for way in WAYS]
+        chosen = [row["auto"].get("exactness", "full") == "repaired" for row in prompts]
+        better = min(wall_s[way] for way in WAYS if way in wall_s and way != "auto")
+        tokens = statistics.median(row["full"]["tokens"] for row in prompts)
+        said = [f"{sum(chosen)} of {len(chosen)}", f"**{wall_s['auto'] / better:.2f}×**"]
+        rows.append([f"{tokens:,.0f}", f"{cell['share']:.0%}", *seconds, *said])
+    header = ["tokens", "stored", *(f"{name}, s" for name in WAYS.values())]
+    return table([*header, "blended by `auto`", "`auto` over the better"], rows) + (
+        f"\nMedians of {len(part['cells'][0]['prompts'])} prompts.\n"
+    )
 
 
 def equality(part: Result) -> str:
@@ -123,6 +142,7 @@ def gpu(result: Result) -> str:
 
 PARTS = {
     "ttft": ttft,
+    "auto": auto,
     "equality": equality,
     "throughput": throughput,
     "streams": streams,

@@ -132,8 +132,8 @@ class Layout:
 
     def only_exact_head(self) -> Layout:
         """Return the layout that reuses only the leading exact segments."""
-        inexact = [index for index, segment in enumerate(self.segments) if not segment.exact]
-        head = self.segments[: inexact[0]]  # exists, because the last segment is live
+        # One is inexact, because the last segment is live.
+        head = self.segments[: [segment.exact for segment in self.segments].index(False)]
         return Layout((*head, Segment(head[-1].stop if head else 0, self.num_tokens, "live")))
 
     def behind(self, num_rows: int, num_exact: int) -> Layout:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 # Seconds that a forward runs before it pauses; if the last steps took longer, as long as they took,
-# but not the time that the owner of a step idled in it.
+# times the number of prompts that wait, but not the time that the owner of a step idled in it.
 SLICE_S = 0.05
 LONG_SLICE_S = 1.0
 NOTABLE_S = 0.001  # shorter waits are not counted
@@ -68,6 +68,7 @@ class ModelLock:
     """Re-entrant lock in order of arrival; its holder also runs pending steps (:meth:`step`).
 
     ``pending`` are the pending steps; ``is_stepping`` says whether a batch of steps is running.
+    ``num_prompts`` wait for the model: each gets as much of its time as the steps.
     """
 
     def __init__(self) -> None:
@@ -80,6 +81,7 @@ class ModelLock:
         self._recent = deque[set[int]](maxlen=2)  # threads of the last two batches of steps
         self._expected = 0
         self.is_stepping = False
+        self.num_prompts = 1
         self._due = 0.0  # time at which a forward pauses next
 
     def acquire(self) -> None:
@@ -233,7 +235,8 @@ class ModelLock:
             with self._guard:
                 self.pending = [step for step in self.pending if not step.is_done]
             end = time.perf_counter()
-            self._due = end + max(SLICE_S, min(end - start, LONG_SLICE_S))
+            slice_s = min(self.num_prompts * (end - start), LONG_SLICE_S)
+            self._due = end + max(SLICE_S, slice_s)
             for step in batch:
                 if step.is_done:
                     step.event.set()

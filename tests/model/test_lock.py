@@ -269,6 +269,33 @@ class TestModelTurns:
                 assert step.result(10) == 1
         assert WAITED.seconds - before >= slow
 
+    @pytest.mark.parametrize(("num_prompts", "slice_s"), [(1, 0.2), (3, 0.6), (9, 1.0)])
+    def test_a_forward_runs_longer_while_more_prompts_wait(self, monkeypatch, num_prompts, slice_s):
+        now = [10.0]
+        monkeypatch.setattr(lock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+        shared = ModelLock()
+        shared.num_prompts = num_prompts
+
+        def work(items):
+            now[0] += 0.2
+            return items
+
+        def asked():
+            step = pool.submit(shared.step, 1, work, limit=1)
+            while not shared.pending:
+                time.sleep(0.001)
+            shared.give_way()
+            return step
+
+        with ThreadPoolExecutor(1) as pool, shared:
+            assert asked().result(10) == 1
+            now[0] += slice_s - 0.01
+            second = asked()
+            assert shared.pending
+            now[0] += 0.02
+            shared.give_way()
+            assert second.result(10) == 1
+
     @pytest.mark.parametrize("want", ["acquire", "step"])
     @pytest.mark.parametrize("is_free", [True, False])
     def test_an_interrupt_leaves_the_model_to_others(self, want, is_free):

@@ -512,6 +512,7 @@ def test_steps_run_at_a_forwards_pauses(connector, setting, blender, monkeypatch
         blender.rest(0.0)
         before = len(layers)
         assert lock.is_stepping
+        assert lock.num_prompts == 1
         time.sleep(0.002)  # the step: nobody else computes
         assert len(layers) == before
         if layers:

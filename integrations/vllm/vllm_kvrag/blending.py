@@ -190,6 +190,7 @@ class Blender:
 
     def rest(self, wait_s: float) -> None:
         """Let other threads use the model; with jobs, for ``wait_s`` seconds, or until one ends."""
+        self._blending.lm.lock.num_prompts = len(self._running)
         self._turn.rest(partial(self._await, wait_s if self._running else 0.0))
 
     def _await(self, wait_s: float) -> None:
@@ -266,8 +267,7 @@ class Blender:
         write = partial(self._write, job, blending)
         if job.repair is None:
             return blending.load(job.plan, job.stop, write, chunks)
-        cancel = self._running[job.request_id]
-        done = blending.repair(job.plan, job.repair, write, chunks, cancel)
+        done = blending.repair(job.plan, job.repair, write, chunks, self._running[job.request_id])
         return said_of(done, job.repair) | _counts_behind(done["sources"], job.num_exact)
 
     def _write(

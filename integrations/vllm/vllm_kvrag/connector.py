@@ -168,8 +168,7 @@ class KVRagConnector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         """End the work and close the store."""
-        side = self._worker if self._is_worker else self._scheduler
-        side.close()
+        (self._worker if self._is_worker else self._scheduler).close()
 
 
 def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:

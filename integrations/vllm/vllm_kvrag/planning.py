@@ -142,9 +142,10 @@ class Planner:
             if reason is not None:
                 return replace(exact, reason=reason)
         # The rows before are computed, if they are not loaded.
-        first = layout.stale[0] if plan.kv_dtype == "auto" else layout.reused[0]
-        rows = max(first.start, num_computed)
-        return Decision("blend", plan.fault, len(ids) - 1, rows, plan, repair)
+        first = (layout.stale if plan.kv_dtype == "auto" else layout.reused)[0]
+        return Decision(
+            "blend", plan.fault, len(ids) - 1, max(first.start, num_computed), plan, repair
+        )
 
     def _reuse(self, *asked: Any) -> Reuse:
         start = time.monotonic()
