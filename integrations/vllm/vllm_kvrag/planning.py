@@ -130,8 +130,8 @@ class Planner:
         reuse = self._reuse(ids, asked.namespace, about, repair)
         plan = reuse.plan
         layout = reuse.layout
-        head = layout.only_exact_head()
-        num_exact = head.segments[-1].start if plan.kv_dtype == "auto" else 0
+        # An exact head ends where the live segment behind it begins.
+        num_exact = layout.only_exact_head().segments[-1].start if plan.kv_dtype == "auto" else 0
         exact = Decision("none", about.only_exact or _why_not(reuse))
         if num_exact > num_computed:
             exact = replace(exact, kind="exact", stop=num_exact, num_exact=num_exact, plan=plan)
