@@ -54,25 +54,6 @@ def test_a_connector_for_exact_beginnings_loads_no_other_rows(connector, setting
     assert connect(connector, setting, role="SCHEDULER")._scheduler._is_exact
 
 
-@pytest.mark.parametrize(
-    ("role", "device", "is_child", "given"),
-    [
-        ("SCHEDULER", "cpu", True, [10]),
-        ("SCHEDULER", "cuda", True, []),
-        ("SCHEDULER", "cpu", False, []),  # a user's own process
-        ("WORKER", "cpu", True, []),
-    ],
-)
-def test_a_core_that_polls_leaves_the_processor_to_its_worker(
-    connector, setting, monkeypatch, role, device, is_child, given
-):
-    nice: list[int] = []
-    monkeypatch.setattr(connector, "parent_process", lambda: is_child)
-    monkeypatch.setattr(connector.os, "nice", nice.append)
-    connect(connector, setting, role=role, device_type=device)
-    assert nice == given
-
-
 @pytest.mark.parametrize("change", ["context", "rounded", "erased"])
 def test_what_is_not_exact_is_not_loaded(connector, setting, change):
     engine, stop = setting.engine, len(stored_of(setting, 2))

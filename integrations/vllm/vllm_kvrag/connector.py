@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -76,9 +74,6 @@ class KVRagConnector(KVConnectorBase_V1):
             self._worker = WorkerSide(vllm_config, kv_cache_config, config)
         else:
             self._scheduler = SchedulerSide(vllm_config, config, is_exact=mode == "prefix")
-            # vLLM's core polls for answers of its worker, which computes on the same cores.
-            if parent_process() and vllm_config.device_config.device_type == "cpu":
-                os.nice(10)
 
     # -- the scheduler ---------------------------------------------------------------------------
 
