@@ -14,12 +14,6 @@ SERVERS = {
     "full": "vLLM alone",
     "kvrag serve": "`kvrag serve`",
 }
-ENGINES = {
-    "vLLM alone": "vLLM alone",
-    "with the connector": "with the connector",
-    "shared": "with the connector, `shared` weights",
-    "copy": "with the connector, a `copy`",
-}
 WAYS = {"full": "vLLM alone", "stitch": "blended in any case", "auto": "`auto`"}
 STAGES = ("load", "stitch", "select", "repair", "write", "vLLM")
 
@@ -104,7 +98,7 @@ def memory(part: Result) -> str:
             f"{row[when][what] / 1e9:.2f}"
             for what, when in (("rss", "started"), ("rss", "answered"), ("peak", "answered"))
         ]
-        rows.append([ENGINES[name], *sizes])
+        rows.append([name, *sizes])
     header = ["engine", "resident after its start, GB", "after an answer, GB", "peak, GB"]
     said = f"\nThe weights have {part['weight_bytes'] / 1e9:.2f} GB in float32.\n"
     return table(header, rows) + said
