@@ -413,8 +413,7 @@ class KVRagEngine(Library):
                 del self._shared[key]
         super().close()
         self._is_closed = True
-        self._loaded = None
-        self._query_side = None
+        self._loaded = self._query_side = self._write_back = None
         self._kept_prefix.clear()
 
     @own_modes
@@ -529,9 +528,8 @@ class KVRagEngine(Library):
         OutOfMemoryError
             If the prompt does not fit, even without reuse.
         """
-        produce = self._produce(prompt, **options)
         # Run in the caller's thread, so that Ctrl-C ends it.
-        return produce(lambda _: None, threading.Event())
+        return self._produce(prompt, **options)(lambda _: None, threading.Event())
 
     @parameters_of(AnswerRequest)
     def stream(self, prompt: Prompt, **options: Any) -> TokenStream:
