@@ -306,7 +306,7 @@ def batches(
     while todo:
         left = list[NewChunk]()
         for first in range(0, len(todo), batch_size):
-            if run.is_refused:
+            if run.is_refused or run.store.writer.refusal():
                 _give_up(run, [*left, *todo[first:]])
                 return
             batch = _to_compute(run, todo[first : first + batch_size], claims, left)
@@ -329,8 +329,9 @@ def batches(
 def _give_up(run: Precompute, rest: list[NewChunk]) -> None:
     """Report chunks that are not computed because the store refuses chunks, and their size."""
     size = run.token_bytes * sum(len(chunk.identity.token_ids) for chunk in rest)
-    reason = (
-        f"not computed: the store refuses chunks, and the {len(rest)} that are left take "
+    reason = str(
+        run.store.writer.refusal()
+        or f"not computed: the store refuses chunks, and the {len(rest)} that are left take "
         f"{size / 2**20:.1f} MiB"
     )
     logger.warning("precompute ends early: %s", reason)

@@ -34,6 +34,7 @@ from kvrag.prompt.spans import ANCHOR_CHARS
 from kvrag.runtime import POOL
 from kvrag.store import TieredStore
 from kvrag.store.base import NewKV
+from kvrag.store.catalog.database import FAULTS
 from kvrag.store.writing import MEANWHILE
 from kvrag.types import ChunkIdentity, ChunkKV, PrecomputeReport, Reasons, TextEntry
 
@@ -325,8 +326,8 @@ class Precompute:
             if isinstance(written, StoreError):
                 if str(written) == MEANWHILE:
                     continue
-                # An OSError (no space, or a disk failure) concerns all chunks; other errors don't.
-                self.is_refused = isinstance(written.__cause__, OSError)
+                # No space, or a disk failure, concerns all chunks; other errors don't.
+                self.is_refused = isinstance(written.__cause__, FAULTS)
                 self._fail(chunk, str(written))
             else:
                 self.stored += 1
