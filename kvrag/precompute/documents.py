@@ -344,8 +344,8 @@ def _to_compute(
     run: Precompute, batch: list[NewChunk], claims: Claims, left: list[NewChunk]
 ) -> list[NewChunk]:
     """Return the chunks of a batch to compute; add those that another computes to ``left``."""
-    gone = Counter(id(chunk) for chunk, _ in run.deleted(batch))
-    kept = [chunk for chunk in batch if gone[id(chunk)] < len(chunk.doc_ids)]
+    gone = Counter(chunk for chunk, _ in run.deleted(batch))
+    kept = [chunk for chunk in batch if gone[chunk] < len(chunk.doc_ids)]
     wanted = {chunk_key(chunk.identity): chunk for chunk in kept}
     # Texts with the same token ids share a chunk; the next round links the others.
     left += [chunk for chunk in kept if chunk not in wanted.values()]
