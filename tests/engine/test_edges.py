@@ -141,7 +141,8 @@ def test_a_prompt_without_a_chunk_reuses_the_stored_prefix(engine_of, monkeypatc
     )
     engine.precompute(CHUNKS[:1])
     catalog = engine.store.catalog
-    engine.store.delete([key for key in catalog.keys() if not catalog.key_texts(key)])
+    keys = catalog.keys()
+    engine.store.delete([key for key in keys if not catalog.key_texts(key)])
     assert engine.precompute(CHUNKS[:1]).skipped == 1, "it stores the lost prefix alone"
     prompt = f"{engine.prefix_text}Hello, who are you?"
     result = engine.prefill(prompt)
