@@ -200,8 +200,8 @@ class KVRagEngine(Library):
     _recent: ClassVar[dict[KVRagEngine, None]] = {}  # the latest engines of get(), oldest first
     _shared_lock = threading.RLock()
 
-    history_bytes: int = 0
-    """Budget of finished requests' KV if ``StoreConfig.history_bytes`` is ``None``.
+    history_bytes: int
+    """Budget of finished requests' KV: ``StoreConfig.history_bytes``, or 0.
 
     All users of a shared engine share it.
     """
@@ -220,6 +220,7 @@ class KVRagEngine(Library):
         # By namespace: the prefixes of past precompute calls.
         self._prefix_texts: dict[str, dict[str, None]] = {}
         self._kept_prefix: KeptPrefix = {}
+        self.history_bytes = self.store_config.history_bytes or 0
         self._gate = QuantiseCheck(self.store_config.kv_dtype)
         self._stats = EngineStats()
         self._lock = threading.RLock()
@@ -412,8 +413,7 @@ class KVRagEngine(Library):
                 del self._shared[key]
         super().close()
         self._is_closed = True
-        self._loaded = None
-        self._query_side = None
+        self._loaded = self._query_side = self._write_back = None
         self._kept_prefix.clear()
 
     @own_modes
@@ -528,9 +528,8 @@ class KVRagEngine(Library):
         OutOfMemoryError
             If the prompt does not fit, even without reuse.
         """
-        produce = self._produce(prompt, **options)
         # Run in the caller's thread, so that Ctrl-C ends it.
-        return produce(lambda _: None, threading.Event())
+        return self._produce(prompt, **options)(lambda _: None, threading.Event())
 
     @parameters_of(AnswerRequest)
     def stream(self, prompt: Prompt, **options: Any) -> TokenStream:
@@ -647,15 +646,13 @@ class KVRagEngine(Library):
             if self._query_side is None:
                 self._gate.admit(loaded)
                 config = self.store_config
-                ids = self.context_ids
                 if config.on_miss == "store" and loaded.lm.refusal is None:
-                    self._write_back = WriteBack(loaded, self.store, config, ids)
+                    self._write_back = WriteBack(loaded, self.store, config, self.context_ids)
                 self._query_side = QueryPipeline(
-                    loaded, self.store, config, self._write_back, ids, self._stats
+                    loaded, self.store, config, self._write_back, self.context_ids, self._stats
                 )
                 self.resources.callback(self._query_side.close)
-            if self.store_config.history_bytes is None:
-                self._query_side.histories.max_bytes = self.history_bytes
+            self._query_side.histories.max_bytes = self.history_bytes
             return self._query_side
 
     def _prepared(self, clock: Clock, asked: PrefillRequest) -> tuple[Request, QueryPipeline]:

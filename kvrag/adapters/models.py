@@ -170,8 +170,12 @@ class EngineFields(BaseModel):
     @property
     def source(self) -> ModelSource:
         """Model with the options that locate its files."""
-        revision = getattr(self, "revision", None)
-        return ModelSource(self.model, self.tokenizer, revision, hf_kwargs=self.model_kwargs)
+        return ModelSource(
+            self.model,
+            self.tokenizer,
+            getattr(self, "revision", None),
+            hf_kwargs=self.model_kwargs,
+        )
 
     def open_engine(self, **options: Any) -> KVRagEngine:
         """Return the engine of :meth:`kvrag.KVRagEngine.get`, which continues earlier requests.
@@ -179,7 +183,8 @@ class EngineFields(BaseModel):
         Options replace those of the fields; a prefix is none of the latter.
         """
         engine = KVRagEngine.get(**{"model": self.model, **self.engine_options(), **options})
-        engine.history_bytes = HISTORY_BYTES
+        if engine.store_config.history_bytes is None:
+            engine.history_bytes = HISTORY_BYTES
         return engine
 
     @classmethod
@@ -194,10 +199,10 @@ class EngineFields(BaseModel):
         """
         known = cls.model_fields.keys()
         unknown = [name for name in given if name not in known]
-        of = cls.__name__
-        refuse_misplaced(unknown, known, of=of, misspelt=misspelt, aliases=cls.aliases)
+        refuse_misplaced(unknown, known, of=cls.__name__, misspelt=misspelt, aliases=cls.aliases)
         return [
-            unknown_option(name, {*known, *more}, of=of, aliases=cls.aliases) for name in unknown
+            unknown_option(name, {*known, *more}, of=cls.__name__, aliases=cls.aliases)
+            for name in unknown
         ]
 
     def check_call(self, options: Mapping[str, Any]) -> RequestOptions:

@@ -76,7 +76,7 @@ class QueryPipeline:
         )
         self._context = context_digest(self.context_ids)
         self.costs = CostModel(loaded)
-        self.histories = RadixCache(self.store_config.history_bytes or 0, loaded.lm.device)
+        self.histories = RadixCache(0, loaded.lm.device)
 
     def close(self) -> None:
         """Stop background work, and drop the KV of earlier requests."""

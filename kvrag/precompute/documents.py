@@ -306,7 +306,7 @@ def batches(
     while todo:
         left = list[NewChunk]()
         for first in range(0, len(todo), batch_size):
-            if run.is_refused:
+            if run.is_refused or run.store.writer.refusal():
                 _give_up(run, [*left, *todo[first:]])
                 return
             batch = _to_compute(run, todo[first : first + batch_size], claims, left)
@@ -329,8 +329,9 @@ def batches(
 def _give_up(run: Precompute, rest: list[NewChunk]) -> None:
     """Report chunks that are not computed because the store refuses chunks, and their size."""
     size = run.token_bytes * sum(len(chunk.identity.token_ids) for chunk in rest)
-    reason = (
-        f"not computed: the store refuses chunks, and the {len(rest)} that are left take "
+    reason = str(
+        run.store.writer.refusal()
+        or f"not computed: the store refuses chunks, and the {len(rest)} that are left take "
         f"{size / 2**20:.1f} MiB"
     )
     logger.warning("precompute ends early: %s", reason)
@@ -343,8 +344,8 @@ def _to_compute(
     run: Precompute, batch: list[NewChunk], claims: Claims, left: list[NewChunk]
 ) -> list[NewChunk]:
     """Return the chunks of a batch to compute; add those that another computes to ``left``."""
-    gone = Counter(id(chunk) for chunk, _ in run.deleted(batch))
-    kept = [chunk for chunk in batch if gone[id(chunk)] < len(chunk.doc_ids)]
+    gone = Counter(chunk for chunk, _ in run.deleted(batch))
+    kept = [chunk for chunk in batch if gone[chunk] < len(chunk.doc_ids)]
     wanted = {chunk_key(chunk.identity): chunk for chunk in kept}
     # Texts with the same token ids share a chunk; the next round links the others.
     left += [chunk for chunk in kept if chunk not in wanted.values()]

@@ -34,6 +34,7 @@ from kvrag.prompt.spans import ANCHOR_CHARS
 from kvrag.runtime import POOL
 from kvrag.store import TieredStore
 from kvrag.store.base import NewKV
+from kvrag.store.catalog.database import FAULTS
 from kvrag.store.writing import MEANWHILE
 from kvrag.types import ChunkIdentity, ChunkKV, PrecomputeReport, Reasons, TextEntry
 
@@ -130,6 +131,14 @@ class Precompute:
         # Chunks of similar length in a batch need little padding.
         todo.sort(key=lambda chunk: len(chunk.identity.token_ids))
         self._retain_linked()
+        # Without a chunk to compute, nothing else would store a prefix whose KV was lost.
+        if (
+            self._linked
+            and not todo
+            and self._prefix.identity.token_ids
+            and not self.store.link(self._prefix.identity, text=None)
+        ):
+            self._encode_prefix()
         with (
             Progress(
                 "computing KV",
@@ -225,8 +234,9 @@ class Precompute:
                 self.store.retain(
                     [chunk_key(chunk.identity) for chunk in self._linked], self._retention
                 )
-            held = self.store.retention(key) or Retention()
-            if self._prefix_retention.priority > held.priority and self.store.known([key]):
+            if self._prefix_retention.priority > (
+                self.store.retention(key) or Retention()
+            ).priority and self.store.known([key]):
                 self.store.retain([key], self._prefix_retention)
         except StoreError as error:
             logger.warning("stored chunks keep their retention: %s", error)
@@ -257,10 +267,9 @@ class Precompute:
 
     def finish_write(self) -> None:
         """Wait for the batch that is being written; raises its exception."""
-        write = self._write
-        self._write = None
-        if write is not None:
-            write.result()
+        if self._write is not None:
+            self._write.result()
+            self._write = None
 
     def _encode(self, chunks: list[NewChunk]) -> tuple[list[ChunkKV], float, str]:
         """Return the KV of chunks, the milliseconds per token, and ``""``.
@@ -289,12 +298,13 @@ class Precompute:
             self._prefix_kv, kv = found = self._kept.get(behind) or encode_prefix(
                 self._lm, identity.token_ids, self._context
             )
-            is_current = self._loaded.identity.fingerprint == identity.model
-            if is_current and self._lm.device.type == "cpu":
+            if self._loaded.identity.fingerprint != identity.model:
+                return self._prefix_kv
+            if self._lm.device.type == "cpu":
                 self._kept.clear()
                 self._kept[behind] = found
             retention = replace(self._prefix_retention, cost_ms=1e3 * (time.perf_counter() - start))
-            if is_current and kv is not None:
+            if kv is not None:
                 try:
                     kv = self._new(self._prefix, kv, retention).kv
                     with self._guard.storing():
@@ -307,31 +317,30 @@ class Precompute:
 
     def _put_all(self, chunks: list[NewChunk], kvs: list[ChunkKV], ms_per_token: float) -> None:
         retention = self._retention or Retention()
-        wanted = list[tuple[NewChunk, NewKV]]()
+        wanted = dict[NewChunk, NewKV]()
         with self._guard.storing():
             for chunk, kv in zip(chunks, kvs, strict=True):
                 cost_ms = retention.cost_ms
                 if cost_ms is None:
                     cost_ms = ms_per_token * len(chunk.identity.token_ids)
                 try:
-                    wanted.append(
-                        (chunk, self._new(chunk, kv, replace(retention, cost_ms=cost_ms)))
-                    )
+                    wanted[chunk] = self._new(chunk, kv, replace(retention, cost_ms=cost_ms))
                 except StoreError as error:
                     self._fail(chunk, str(error))
-            every = [new for _, new in wanted]
-            results = list(map(self._unless_erased, every, self.store.put_all(every)))
-        for (chunk, _), written in zip(wanted, results, strict=True):
-            if isinstance(written, StoreError):
-                if str(written) == MEANWHILE:
-                    continue
-                # An OSError (no space, or a disk failure) concerns all chunks; other errors don't.
-                self.is_refused = isinstance(written.__cause__, OSError)
-                self._fail(chunk, str(written))
-            else:
-                self.stored += 1
-                self.stored_bytes += written
-                self._done.append(chunk)
+            results = map(
+                self._unless_erased, wanted.values(), self.store.put_all([*wanted.values()])
+            )
+            for chunk, written in zip(wanted, results, strict=True):
+                if isinstance(written, StoreError):
+                    if str(written) == MEANWHILE:
+                        continue
+                    # No space, or a disk failure, concerns all chunks; other errors don't.
+                    self.is_refused = isinstance(written.__cause__, FAULTS)
+                    self._fail(chunk, str(written))
+                else:
+                    self.stored += 1
+                    self.stored_bytes += written
+                    self._done.append(chunk)
 
     def _unless_erased(self, new: NewKV, written: int | StoreError) -> int | StoreError:
         """Put a chunk again whose text went with the text's last KV, but was not deleted."""
@@ -375,12 +384,12 @@ class Precompute:
         """Report documents that were deleted meanwhile, and chunks that later chunks evicted."""
         deleted = self.deleted(chunks)
         self.failed += [(name or chunk.label, MEANWHILE) for chunk, name in deleted]
-        gone = {id(chunk) for chunk, _ in deleted}
+        gone = {chunk for chunk, _ in deleted}
         known = self.store.known([chunk_key(chunk.identity) for chunk in self._done])
         for chunk in self._done:
             if chunk_key(chunk.identity) not in known:
                 self.stored -= 1
-                if id(chunk) not in gone:
+                if chunk not in gone:
                     self._fail(chunk, evicted(self.store))
 
     def _fail(self, chunk: NewChunk, reason: str) -> None:

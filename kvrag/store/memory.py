@@ -219,7 +219,10 @@ class MemoryTier:
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """Read of a chunk; ``wanted`` counts its prefetches that are not cancelled, 0 for a request."""
+    """Read of a chunk for prefetches, of which ``wanted`` are not cancelled.
+
+    A request's read has 0 ``num_bytes``, and is not cancelled for a prefetch that joined it.
+    """
 
     future: Future[Loaded]
     num_bytes: int
@@ -243,7 +246,7 @@ class Prefetch:
         return not wait([read.future for read in self._reads], timeout_s).not_done
 
     def cancel(self) -> int:
-        """Cancel the reads that have not begun and that no other prefetch wants; idempotent.
+        """Cancel the reads that have not begun and that nothing else wants; idempotent.
 
         Returns the number of cancelled reads.
         """
@@ -251,7 +254,7 @@ class Prefetch:
         while self._wanted:
             read = self._wanted.pop()
             read.wanted -= 1
-            count += read.wanted <= 0 and read.future.cancel()
+            count += read.wanted <= 0 < read.num_bytes and read.future.cancel()
         return count
 
 
@@ -287,7 +290,7 @@ class Reads:
         """
         with self._lock:
             read = self._reads.get(key)
-            if read is None or (read.wanted and read.future.cancel()):
+            if read is None or (read.num_bytes and read.future.cancel()):
                 read = self._begin(READERS, key, load, 0)
             return read
 

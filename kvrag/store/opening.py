@@ -38,6 +38,7 @@ from kvrag.store.copies import CachedBlobs
 from kvrag.store.eviction import Budget
 from kvrag.store.memory import MemoryTier
 from kvrag.store.tiers import TieredStore
+from kvrag.store.writing import in_words
 from kvrag.types import StrPath
 
 log = logging.getLogger(__name__)
@@ -133,11 +134,10 @@ def open_store(kv_dir: StrPath | None, config: StoreConfig) -> TieredStore:
             "name a store that machines share as kv_dir or StoreConfig.shared, or leave catalog out"
         )
     if kv_dir is None:
-        catalog = Catalog(None, keys, may_have_blobs=lambda: False)
         return TieredStore(
             [],
             MemoryBlobs(),
-            catalog,
+            Catalog(None, keys, may_have_blobs=lambda: False),
             config,
             keys=keys,
             budget=Budget(ram),
@@ -154,14 +154,17 @@ def open_store(kv_dir: StrPath | None, config: StoreConfig) -> TieredStore:
         blobs = FileBlobs(root, durable=durable)
         if not read_only:
             blobs.sweep()
-        catalog = Catalog(
-            folder,
-            keys,
-            read_only=read_only,
-            durable=durable,
-            may_have_blobs=(root / OBJECTS).is_dir,
+        return _Parts(
+            MemoryTier(ram),
+            blobs,
+            Catalog(
+                folder,
+                keys,
+                read_only=read_only,
+                durable=durable,
+                may_have_blobs=(root / OBJECTS).is_dir,
+            ),
         )
-        return _Parts(MemoryTier(ram), blobs, catalog)
 
     return _joined(key, open_parts, config, keys, _budget(root, config))
 
@@ -192,11 +195,13 @@ def _open_shared(kv_dir: StrPath, config: StoreConfig, keys: Keys, host: MemoryT
         rows = _rows(blobs, url, config.catalog, keys)
         if root is not None:
             digest = hashlib.sha256(f"{url} {keys.id}".encode()).hexdigest()
-            # Copies that a power cut loses are fetched again.
-            local = FileBlobs(root / f"copies-{digest[:16]}", durable=False)
-            blobs = CachedBlobs(blobs, local, _budget(root, config))
-        catalog = Catalog(None, keys, read_only=config.read_only, rows=rows)
-        return _Parts(host, blobs, catalog)
+            blobs = CachedBlobs(
+                blobs,
+                # Copies that a power cut loses are fetched again.
+                FileBlobs(root / f"copies-{digest[:16]}", durable=False),
+                _budget(root, config),
+            )
+        return _Parts(host, blobs, Catalog(None, keys, read_only=config.read_only, rows=rows))
 
     return _joined(key, open_parts, config, keys, Budget())
 
@@ -278,8 +283,7 @@ def _joined(
 ) -> TieredStore:
     """Return a store of the parts that the stores of ``key`` share; the first store opens them."""
     with _lock:
-        parts = _shared.get(key) or open_parts()
-        _shared[key] = parts
+        parts = _shared[key] = _shared.get(key) or open_parts()
         parts.users += 1
 
     mine = ref(parts)  # a closed store holds no memory
@@ -323,7 +327,8 @@ def prepare(root: Path, config: StoreConfig) -> bool:
 
     Raises like :func:`open_store`.
     """
-    version = _version(root / FORMAT_FILE)
+    with in_words(f"the KV store {root} can't be used"):
+        version = _version(root / FORMAT_FILE)
     if version is not None and version > FORMAT_VERSION:
         raise StoreFormatError(
             f"the KV store {root} was written by a newer kvrag "
@@ -332,10 +337,9 @@ def prepare(root: Path, config: StoreConfig) -> bool:
         )
     if config.read_only:
         return True
-    there = root.glob("*") if version is None else ()
     others = [
         path.name
-        for path in there
+        for path in (root.glob("*") if version is None else ())
         if not (path.name.startswith(OWN) or path.name.lower().startswith(SYSTEM))
     ]
     if others:

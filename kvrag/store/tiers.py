@@ -11,7 +11,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -198,13 +198,18 @@ class TieredStore:
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
         """Set the retention of stored chunks in every tier, and return their number.
 
-        A cost that ``retention`` omits stays as it was. Raises ``StoreError``.
+        A duration moves the expiry of their blobs in stores where blobs expire. A cost that
+        ``retention`` omits stays as it was. Raises ``StoreError``.
         """
         self._check_writable()
         keys = list(dict.fromkeys(keys))
         found = self.catalog.retain(keys, retention)
         for tier in self.tiers:
             tier.retain(keys, retention)
+        if retention.duration_s is not None:
+            for key in keys:
+                with suppress(OSError):
+                    self.blobs.expire(key, retention.duration_s)
         return found
 
     # -- erasing -----------------------------------------------------------------------------------

@@ -121,8 +121,9 @@ def test_the_next_turn_of_a_chat_goes_on_with_the_last(kind, make, tmp_path):
 
 
 @accounting
-def test_a_check_measures_reuse_although_the_prompt_was_answered_exactly(kind, make):
-    model = make(kind)
+@pytest.mark.parametrize("given", [None, {"history_bytes": "64MB"}])
+def test_a_check_measures_reuse_although_the_prompt_was_answered_exactly(kind, given, make):
+    model = make(kind, store_config=given)
     chunks = make_chunks(3)
     model.precompute_kv(chunks)
     asked = [{"role": "user", "content": "\n\n".join([*chunks[::-1], PROMPT])}]

@@ -5,6 +5,7 @@ import html
 import json
 import re
 import shutil
+import sqlite3
 import textwrap
 from itertools import takewhile
 
@@ -17,6 +18,7 @@ import kvrag.precompute.run
 from kvrag import Chunk, StoreConfig, precompute_kv
 from kvrag.errors import ModelError, StoreError
 from kvrag.prompt.explain import CHANGES, MANY, OTHER_PREFIX_ADVICE
+from kvrag.store.catalog.rows import RowTable
 
 CHUNKS = make_chunks(4)
 
@@ -71,14 +73,22 @@ def test_chunks_that_are_too_short_are_told_apart_from_stored_ones(engine):
     assert "shorter than 32 tokens" in str(engine.explain(about("Too short.")))
 
 
-def test_a_full_disk_ends_a_precompute_early_and_says_what_is_missing(engine, monkeypatch):
+@pytest.mark.parametrize("part", ["blobs", "catalog"])
+def test_a_full_disk_ends_a_precompute_early_and_says_what_is_missing(engine, monkeypatch, part):
     chunks = make_chunks(20)
     size = engine.precompute(chunks[:1]).stored_bytes
-    full, forwards = (
-        raising(OSError, errno.ENOSPC, "No space left on device"),
-        Forwards(monkeypatch),
-    )
-    monkeypatch.setattr(engine.store.blobs, "write", full)
+    forwards = Forwards(monkeypatch)
+    full = raising(OSError, errno.ENOSPC, "No space left on device")
+    begin = engine.store.catalog.begin
+
+    def begin_on_a_full_disk(new):
+        monkeypatch.setattr(RowTable, "set", raising(sqlite3.OperationalError, "No space left"))
+        return begin(new)
+
+    if part == "blobs":
+        monkeypatch.setattr(engine.store.blobs, "write", full)
+    else:
+        monkeypatch.setattr(engine.store.catalog, "begin", begin_on_a_full_disk)
     report = engine.precompute(chunks, batch_size=1)
     assert forwards.count <= 3, "the first one, and what was under way when it was refused"
     assert (report.stored, report.skipped, len(report.failed)) == (0, 1, 19)
@@ -130,6 +140,10 @@ def test_a_prompt_without_a_chunk_reuses_the_stored_prefix(engine_of, monkeypatc
         prefix="Answer from the notes of the harbour archive, in one short sentence.\n\n"
     )
     engine.precompute(CHUNKS[:1])
+    catalog = engine.store.catalog
+    keys = catalog.keys()
+    engine.store.delete([key for key in keys if not catalog.key_texts(key)])
+    assert engine.precompute(CHUNKS[:1]).skipped == 1, "it stores the lost prefix alone"
     prompt = f"{engine.prefix_text}Hello, who are you?"
     result = engine.prefill(prompt)
     assert (result.exactness, result.cached_tokens) == (

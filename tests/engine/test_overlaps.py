@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit import at_once
+from kit import Forwards, at_once
 from texts import make_chunks
 
 from kvrag import InputError, KVRagEngine
@@ -189,13 +189,15 @@ def test_a_claim_ends_with_its_process(tmp_path):
         assert mine.take(key)
 
 
-def test_a_store_for_reading_only_says_so(engine, tiny_dir):
+def test_a_store_for_reading_only_says_so(engine, tiny_dir, monkeypatch):
     engine.precompute(TEXTS[:1], ids=["d"])
     reader = KVRagEngine.from_pretrained(
         tiny_dir, kv_dir=engine.kv_dir, context=None, store_config={"read_only": True}
     )
+    forwards = Forwards(monkeypatch)
     report = reader.precompute(TEXTS[1:2], ids=["e"])
     assert "reading only" in report.failed[0][1]
+    assert not forwards.count, "nothing is computed in vain"
 
 
 class Colour(enum.StrEnum):

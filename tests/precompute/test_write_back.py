@@ -1,5 +1,6 @@
 """Write-back of misses: index-time KV of retrieved chunks, after the answer; never live text, never what was erased."""
 
+import gc
 import logging
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -347,12 +349,16 @@ def test_closing_does_not_wait_and_stores_nothing_more(engine, engine_of, monkey
     write_back = engine._answering.write_back
     assert write_back is not None
     with caplog.at_level(logging.WARNING):
+        loaded = weakref.ref(engine.loaded)
         engine.close()
         assert not paused.go_on.is_set()
         paused.go_on.set()
         assert write_back.flush(PATIENT_S)
     assert write_back.stats()["dropped"] == 1
     assert "not stored" not in caplog.text
+    del write_back
+    gc.collect()
+    assert loaded() is None, "a closed engine releases the model"
     other = engine_of("llama", store_config=STORE)
     assert identities(other, CHUNKS[0]) == []
 

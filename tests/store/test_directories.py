@@ -6,8 +6,10 @@ import os
 import shutil
 import stat
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from kit import raising
 from stores import (
     CHUNKS,
     EVERY_KEY,
@@ -207,6 +209,14 @@ def test_a_directory_that_can_not_be_written_to_is_opened_for_reading(
     assert store.read_only
     assert "opened for reading only" in caplog.text
     assert is_whole(store)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_directory_that_can_not_be_entered_is_no_store(opened, root, monkeypatch, read_only):
+    denied = raising(PermissionError, errno.EACCES, "Permission denied")
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(StoreError, match=r"can't be used: .*denied; make sure"):
+        opened(root, read_only=read_only)
 
 
 def test_what_is_no_store_is_not_made_one(tmp_path, opened):

@@ -225,6 +225,19 @@ def test_what_nobody_has_begun_can_be_cancelled_unless_another_wants_it(slow, ga
     assert sorted(gate.begun) == [0, 1, 4]
 
 
+def test_a_prefetch_cancels_no_read_of_a_request(slow, gate):
+    store, got = slow(), []
+    thread = threading.Thread(
+        target=lambda: got.extend(store.get_many(CHUNKS[:6], timeout_s=PATIENT_S))
+    )
+    thread.start()
+    gate.wait_for(4)  # its other reads wait for a thread
+    store.prefetch(CHUNKS[:6]).cancel()
+    gate.is_open.set()
+    thread.join(PATIENT_S)
+    assert is_right(got, *range(6))
+
+
 def test_no_more_is_read_ahead_than_the_tier_holds(slow, gate):
     store = slow(room=3)
     handle = store.prefetch(CHUNKS[:6])

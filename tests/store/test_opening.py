@@ -162,7 +162,10 @@ def test_a_store_of_your_own_may_do_more_than_it_must(installed, tmp_path, redis
     store = opening.open_store(tmp_path / "copies" if has_copies else url, config)
     fill(store, 0, retention=Retention(duration_s=60))
     fill(store, 1)
-    assert importlib.import_module("shelf_store").ShelfBlobs.expiries == [(KEYS[0], 60)]
+    store.retain(KEYS[:1], Retention(90))
+    assert store.retain(KEYS[1:2], Retention(90, duration_s=600)) == 1
+    expiries = importlib.import_module("shelf_store").ShelfBlobs.expiries
+    assert expiries == [(KEYS[0], 60), (KEYS[1], 600)]
     assert check.gc(store).swept == 7
     store.close()
 
