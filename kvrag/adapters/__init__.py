@@ -23,7 +23,6 @@ from kvrag.generate.logprobs import Delta
 from kvrag.generate.request import ReuseOptions
 from kvrag.hooks import Content
 from kvrag.hosts import RemoteHost
-from kvrag.metrics import kl_divergence
 from kvrag.model.source import ModelSource
 from kvrag.precompute.documents import IndexRequest
 from kvrag.precompute.encode import check_context
@@ -56,7 +55,6 @@ __all__ = [
     "check_context",
     "check_encodable",
     "config_class",
-    "kl_divergence",
     "load_made",
     "parameters_of",
     "place",

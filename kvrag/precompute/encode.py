@@ -115,8 +115,9 @@ def encode_chunks(
     for to, source in zip(buffer.layers, prefix.layers, strict=True):
         for mine, shared in zip(to, source, strict=True):
             mine[:, :, :start] = shared
-    padded = [[*ids, *([0] * (longest - len(ids)))] for ids in chunks]
-    return _encode(model, padded, buffer, lengths)
+    return _encode(
+        model, [[*ids, *([0] * (longest - len(ids)))] for ids in chunks], buffer, lengths
+    )
 
 
 def _encode(

@@ -175,8 +175,8 @@ class WriteBack:
         except Stopped:
             rest = "dropped"
         except Exception as error:  # only logged: the answer has been given
-            level = logging.DEBUG if self.closed.is_set() else logging.WARNING
-            logger.log(level, "missed chunks were not stored: %s", error)
+            log = logger.debug if self.closed.is_set() else logger.warning
+            log("missed chunks were not stored: %s", error)
         counts = Counter[str]()
         if run is not None:
             counts.update(stored=run.stored, skipped=skipped + run.skipped + len(run.short))

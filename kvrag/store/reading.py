@@ -54,8 +54,10 @@ class Reader:
 
     def stats(self) -> StoreStats:
         """Return the statistics of the blobs."""
-        counts = (self._counts[what] for what in ("hits", "misses", "damaged"))
-        return StoreStats(*self.catalog.totals(), *counts)
+        counts = self._counts
+        return StoreStats(
+            *self.catalog.totals(), counts["hits"], counts["misses"], counts["damaged"]
+        )
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
         """Return the verified identity of the chunk that is stored under a key."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvrag.adapters import Blending, kl_divergence
+from kvrag.adapters import Blending
 from vllm_kvrag.own import VllmLM
 
 if TYPE_CHECKING:
@@ -31,13 +31,18 @@ def why_different(lm: VllmLM, cache: KVCacheConfig, blending: Blending) -> str |
     count = min(NUM_TOKENS, (cache.num_blocks - 1) * lm.block_size)
     ids = torch.randint(lm.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
     try:
-        loss = float(kl_divergence(lm.logits_of_step(cache, ids), blending.logits(ids)).mean())
+        found, wanted = (
+            logits.float().log_softmax(-1)
+            for logits in (blending.logits(ids), lm.logits_of_step(cache, ids))
+        )
     except Exception as error:
         return (
             "its logits could not be compared with vLLM's "
             f"({type(error).__name__}: {str(error)[:200]})"
         )
     limit = QUANTISED if lm.is_quantised else LIMITS[lm.dtype]
+    kl_div = torch.nn.functional.kl_div
+    loss = float(kl_div(found, wanted, reduction="batchmean", log_target=True))
     if loss <= limit:
         return None
     return (

@@ -87,6 +87,6 @@ class BlobRows:
         with suppress(BlobRejected):
             header = Blob(partial(self._blobs.read, key), None, self._cipher).header
             if chunk_key(header.identity) == key:
-                record = record_of(header.identity, header.num_bytes)
-                return json.dumps(ChunkRow._make([*record[1:], [], Usage(), False, 1]))
+                _, *known = record_of(header.identity, header.num_bytes)
+                return json.dumps(ChunkRow._make([*known, [], Usage(), False, 1]))
         return None

@@ -56,8 +56,10 @@ class Hits(Ledger, Forking):
         state = self.state()
         state = state._replace(accesses=state.accesses + sum(touched.values()))
         for key, chunk in self._chunks(touched):
-            usage = chunk.usage.touched(touched[key], state.accesses)
-            self._rows.set(f"c {key}", chunk._replace(usage=usage))
+            self._rows.set(
+                f"c {key}",
+                chunk._replace(usage=chunk.usage.touched(touched[key], state.accesses)),
+            )
         self._rows.set("s", state)
 
     def usages(self) -> tuple[int, list[Sized]]:

@@ -167,8 +167,8 @@ class Ledger:
 
         They may be behind any prefix and context.
         """
-        found = self.stored(map(ChunkKey, self._strings(f"i {content}")))
-        return [chunk.record(key) for key, chunk in found.items()]
+        keys = map(ChunkKey, self._strings(f"i {content}"))
+        return [chunk.record(key) for key, chunk in self.stored(keys).items()]
 
     def texts(self, namespace: str, after: int) -> tuple[list[TextEntry], int]:
         """Return the texts of a namespace added after cursor ``after`` (0: all), and a new cursor.
@@ -292,8 +292,8 @@ class Ledger:
     def _chunks(self, keys: Iterable[ChunkKey]) -> list[tuple[ChunkKey, ChunkRow]]:
         """Return the rows of chunks, stored or pending; absent rows are left out."""
         wanted = list(dict.fromkeys(keys))
-        found = self._read_all(CHUNK, [f"c {key}" for key in wanted])
-        return [(key, chunk) for key, chunk in zip(wanted, found, strict=True) if chunk]
+        found = zip(wanted, self._read_all(CHUNK, [f"c {key}" for key in wanted]), strict=True)
+        return [(key, chunk) for key, chunk in found if chunk]
 
     def _all_chunks(self) -> list[tuple[ChunkKey, ChunkRow]]:
         return self._chunks(map(ChunkKey, self._rows.names("c ")))
