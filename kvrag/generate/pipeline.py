@@ -90,8 +90,9 @@ class QueryPipeline:
 
     def _planned(self, request: Request, deadline: Deadline | None = None) -> tuple[Plan, Lookup]:
         """Plan a prompt within a time budget for the store; return the plan and its look-up."""
-        model = self.loaded.identity.fingerprint
-        lookup = self.planner.lookup(request.namespace, model, self._context, deadline)
+        lookup = self.planner.lookup(
+            request.namespace, self.loaded.identity.fingerprint, self._context, deadline
+        )
         plan = self.planner.plan(request.prompt, lookup, request.prefixes, request.chat)
         lm = self.loaded.lm
         if lm.refusal is not None:
@@ -191,8 +192,12 @@ class QueryPipeline:
             reason = reason_against_history(lm, total, self._state_bytes)
         find_history = None
         if space is not None:
-            repair = None if request.mode == "prefix" else request.repair
-            find_history = partial(self.histories.find, space, ids, repair=repair)
+            find_history = partial(
+                self.histories.find,
+                space,
+                ids,
+                repair=None if request.mode == "prefix" else request.repair,
+            )
         return Admitted(
             request,
             plan,
@@ -223,8 +228,10 @@ class QueryPipeline:
             first = replace(
                 request, prompt=ids[:1], mode="full", form=TEXT, slides=False, chat=PLAIN
             )
-        prefilled = self.prefilled(first, max_new_tokens=length, clock=clock, cancel=cancel)
-        with prefilled as (admitted, done):
+        with self.prefilled(first, max_new_tokens=length, clock=clock, cancel=cancel) as (
+            admitted,
+            done,
+        ):
             if num_top is not None:
                 with clock.stage("score"):
                     done = read_on(done, ids[1:], num_top, cancel)
@@ -273,12 +280,11 @@ class QueryPipeline:
         try:
             layers, snapshots = done.kept()
             num_prompt = len(done.token_ids)
-            num_exact = len(rows) if done.num_exact == num_prompt else done.num_exact
             self.histories.keep(
                 space,
                 rows,
                 layers,
-                num_exact=num_exact,
+                num_exact=len(rows) if done.num_exact == num_prompt else done.num_exact,
                 num_prompt=num_prompt,
                 repair=request.repair,
                 # False if documents were erased here, or weights changed, since the request began;

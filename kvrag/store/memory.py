@@ -137,9 +137,10 @@ class MemoryTier:
             log.debug("a chunk is not kept in the tier %s: %s", self.name, error)
             return kv
         key = chunk_key(identity)
+        gone = None
         with self._lock:
-            entry = _Entry(identity, given, usage, num_bytes)
-            gone = self._take(key, entry) if epoch == self.epoch else None
+            if epoch == self.epoch:
+                gone = self._take(key, _Entry(identity, given, usage, num_bytes))
         if gone is not None:
             emit(
                 self.listeners,

@@ -317,9 +317,13 @@ def on_accelerator(store: TieredStore, device: torch.device, config: StoreConfig
     """
     budget = device_budget(config.gpu_bytes, config.gpu_fraction, device)
     if budget:
-        tier = MemoryTier(budget, name="gpu", device=device)
         with _lock:
-            store.memory.put_above(_above.setdefault((store.catalog, device, budget), tier))
+            store.memory.put_above(
+                _above.setdefault(
+                    (store.catalog, device, budget),
+                    MemoryTier(budget, name="gpu", device=device),
+                )
+            )
 
 
 def prepare(root: Path, config: StoreConfig) -> bool:

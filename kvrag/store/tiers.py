@@ -71,8 +71,7 @@ class TieredStore:
         # Name of the blobs' tier, in statistics and events.
         self.name = blobs.medium
         said_to = config.on_event, place(config.event_log)
-        listeners = [Listener(*said_to)] if said_to != (None, None) else []
-        self.memory = Tiers(blobs, catalog, listeners)
+        self.memory = Tiers(blobs, catalog, [Listener(*said_to)] if said_to != (None, None) else [])
         for tier in reversed(tiers):
             self.memory.put_above(tier)
         self.reader = Reader(

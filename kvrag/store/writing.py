@@ -86,8 +86,10 @@ class Writer:
         try:
             if jobs:
                 # Evictions must suit the least of the chunks.
-                priority = min((job.new.retention or Retention()).priority for job in jobs)
-                self.evictor.make_room(sum(job.record.num_bytes for job in jobs), priority=priority)
+                self.evictor.make_room(
+                    sum(job.record.num_bytes for job in jobs),
+                    priority=min((job.new.retention or Retention()).priority for job in jobs),
+                )
         except StoreError as error:
             if len(chunks) > 1:  # some may fit
                 return [
@@ -144,8 +146,9 @@ class Writer:
 
     def _write_body(self, job: _Job) -> None:
         with _results_of([job]):
-            is_new = self._write_blob(job.record.key, job.encoded)
-            job.written = job.record.num_bytes if is_new else 0
+            job.written = (
+                job.record.num_bytes if self._write_blob(job.record.key, job.encoded) else 0
+            )
 
     def _take_back(self, job: _Job) -> None:
         """Remove all traces of a chunk that could not be written."""
