@@ -4,6 +4,7 @@ import importlib
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -171,6 +172,24 @@ def test_what_vllms_model_cannot_compute_for_us_is_told(connector):
     place = own.StandIn(SimpleNamespace(), 0, None)
     with pytest.raises(UnsupportedModelError, match="rounds its output"):
         place.forward(None, torch.zeros(1), output=torch.zeros(1), output_scale=torch.ones(1))
+
+
+@pytest.mark.parametrize("part", ["", "is_moe_model", "is_multimodal_model"])
+def test_buffers_of_a_steps_size_bound_a_forward(connector, monkeypatch, part):
+    """On GPUs they are locked, or replaced by larger ones that captured graphs don't read."""
+    own = importlib.import_module("vllm_kvrag.own")
+    monkeypatch.setattr(own, "attention_layers", lambda _: {})
+    monkeypatch.setattr(own.EngineLM, "__init__", lambda lm, *_: vars(lm).update(most_timed=9))
+    one = MagicMock(max_num_batched_tokens=4, tensor_parallel_size=1)
+    one.get_total_num_kv_heads.return_value = 1
+    for name in ("is_moe_model", "is_multimodal_model"):
+        setattr(one, name, name == part)
+    config = MagicMock(model_config=one, parallel_config=one, scheduler_config=one)
+    lm = own.VllmLM(config, object())
+    with pytest.raises(torch.OutOfMemoryError) if part else nullcontext():
+        lm.check(torch.zeros(1, 5))
+    assert lm.most_timed == (4 if part else 9)
+    lm.check(torch.zeros(1, 4))
 
 
 def test_nothing_is_loaded_where_stored_kv_is_not_what_vllm_computes(
