@@ -192,6 +192,26 @@ def test_buffers_of_a_steps_size_bound_a_forward(connector, monkeypatch, part):
     lm.check(torch.zeros(1, 4))
 
 
+@pytest.mark.parametrize(
+    ("takes_images", "more", "is_embedded"),
+    [
+        (False, {}, False),
+        (False, {"enable_prompt_embeds": True}, True),
+        (True, {"supports_multimodal_inputs": True}, True),
+        (True, {"supports_multimodal_inputs": False}, False),  # served for text alone
+        (True, {}, True),  # in vLLM 0.26
+    ],
+)
+def test_compiled_code_gets_what_vllms_steps_give_it(connector, takes_images, more, is_embedded):
+    own = importlib.import_module("vllm_kvrag.own")
+    config = {"uses_mrope": False, "is_multimodal_model": takes_images}
+    config = SimpleNamespace(**{"enable_prompt_embeds": False} | config | more)
+    lm = SimpleNamespace(_vllm_config=SimpleNamespace(model_config=config), _held=MagicMock())
+    own.VllmLM._forward(lm, torch.zeros(2), torch.zeros(2))
+    given = lm._held.call_args.kwargs
+    assert (given["input_ids"] is None) == ("inputs_embeds" in given) == is_embedded
+
+
 def test_nothing_is_loaded_where_stored_kv_is_not_what_vllm_computes(
     connector, setting, monkeypatch
 ):

@@ -132,7 +132,9 @@ class VllmLM(EngineLM):
             positions = positions.expand(3, -1)
         # Compiled code takes what vLLM's own steps give it, and the dtype, without a check.
         given: dict[str, Any] = {"input_ids": ids.int()}
-        if config.is_multimodal_model:
+        # vLLM 0.26 asks elsewhere whether a model that can take images is served for text alone.
+        takes = getattr(config, "supports_multimodal_inputs", config.is_multimodal_model)
+        if takes or config.enable_prompt_embeds:
             given = {"input_ids": None, "inputs_embeds": self._held.embed_input_ids(ids.int())}
         hidden: torch.Tensor = self._held(positions=positions, **given)
         return hidden
