@@ -174,6 +174,17 @@ def test_what_vllms_model_cannot_compute_for_us_is_told(connector):
         place.forward(None, torch.zeros(1), output=torch.zeros(1), output_scale=torch.ones(1))
 
 
+@pytest.mark.parametrize("tokenizer", [None, "elsewhere"])
+def test_a_revision_is_that_of_the_models_own_files(connector, setting, monkeypatch, tokenizer):
+    seen = []
+    monkeypatch.setattr("vllm_kvrag.scheduler.ModelSource", lambda *own: seen.append(own))
+    monkeypatch.setattr("vllm_kvrag.scheduler.Planner", lambda *_: None)
+    connect(
+        connector, setting, role="SCHEDULER", revision="x", tokenizer=tokenizer or setting.model
+    )
+    assert seen == [(setting.model, tokenizer, "x")]
+
+
 @pytest.mark.parametrize("part", ["", "is_moe_model", "is_multimodal_model"])
 def test_buffers_of_a_steps_size_bound_a_forward(connector, monkeypatch, part):
     """On GPUs they are locked, or replaced by larger ones that captured graphs don't read."""

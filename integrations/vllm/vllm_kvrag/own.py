@@ -196,8 +196,7 @@ class VllmLM(EngineLM):
 
     def adapters(self) -> Mapping[int, Any]:
         """Return the adapters that vLLM has loaded, by number."""
-        loaded: Mapping[int, Any] = getattr(self._manager, "list_adapters", dict)()
-        return loaded
+        return dict(getattr(self._manager, "list_adapters", dict)())
 
     def check_adapter(self) -> None:
         """Raise ``StoreError`` if vLLM has unloaded or replaced this model's adapter."""
