@@ -91,7 +91,8 @@ _REASONS = (
     ("<refused>", "the system refused ({refused}); give access to its files, or free space"),
     (
         r"trust_remote_code|custom code",
-        "its code is part of its repository; read it, and pass trust_remote_code=True to run it",
+        "its code is part of its repository; read it, and pass trust_remote_code=True to run it "
+        "(vLLM's --trust-remote-code is for vLLM alone: serve such a model without kvrag)",
     ),
     (
         r"does not recognize this architecture",

@@ -81,12 +81,13 @@ class Blending:
     def stored_difference(self) -> str | None:
         """Return how stored KV differs from what the model computes; ``None`` if it doesn't.
 
-        Another engine may have stored it. A single chunk tells, if there is one.
+        Another engine may have stored it. A single chunk tells, if there is one: of any namespace,
+        because requests may name others than the engine's.
         """
         engine = self.engine
         head = engine.encoder.head_ids(engine.prefix_text)
         behind = (self._fingerprint, ids_digest(head), engine.context_digest, "auto")
-        for key in sorted(engine.store.catalog.present(engine.space))[:LOOKED_AT]:
+        for key in sorted(engine.store.catalog.present())[:LOOKED_AT]:
             found = engine.store.identity(key)
             if found is None or behind != (
                 found.model,

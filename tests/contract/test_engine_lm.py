@@ -139,16 +139,19 @@ def test_weights_that_are_not_those_of_the_files_are_hashed(tmp_path):
     assert len(seen | {other.fingerprint}) == 3
 
 
-def test_stored_kv_is_compared_with_what_the_model_computes(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("space", "stored"), [("default", "default"), ("default/", "default/a")])
+def test_stored_kv_is_compared_with_what_the_model_computes(tmp_path, monkeypatch, space, stored):
+    """Behind API keys, all chunks are in the namespaces of these."""
     directory = save_tiny_model(tmp_path / "model")
     source = ModelSource(directory)
+    kept: dict[str, Any] = {"kv_dir": tmp_path / "kv"}
     with closing(
-        KVRagEngine.from_pretrained(directory, kv_dir=tmp_path / "kv", prove="off")
+        KVRagEngine.from_pretrained(directory, namespace=stored, prove="off", **kept)
     ) as other:
         assert not other.precompute(CHUNKS, ids=list("abc")).failed
     lm = Other(directory)
     loaded = load_made(source, lm, lm.held, is_stored=True)
-    with closing(KVRagEngine.from_pretrained(directory, kv_dir=tmp_path / "kv")) as engine:
+    with closing(KVRagEngine.from_pretrained(directory, namespace=space, **kept)) as engine:
         assert engine.loaded is loaded
         blending = Blending(engine)
         assert blending.stored_difference() is None

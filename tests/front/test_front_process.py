@@ -251,6 +251,7 @@ os._exit(child._process.wait(20))
         (["--", "--model", "other"], "name it before --"),
         (["--", "--data-parallel-size=2"], "a front per engine"),
         (["--", "-dp", "2"], "a front per engine"),
+        (["--", "--tokenizer-revision=x"], "name its directory"),
         (["--", "--exclude-tools-when-tool-choice-none"], "leave tools out"),
         (["--", "--config", "vllm.yaml"], "the file's options"),
         (["--host", "0.0.0.0"], "--insecure"),

@@ -36,6 +36,7 @@ FAULTS = [
     (PermissionError(errno.EACCES, "Permission denied", "model.safetensors"), "give access"),
     (OSError(errno.ENOSPC, "No space left on device"), "free space"),
     (ValueError("The repository contains custom code ... trust_remote_code=True"), "read it, and"),
+    (ValueError("pass trust_remote_code=True"), "--trust-remote-code is for vLLM alone"),
     (
         ValueError("model type `new` but Transformers does not recognize this architecture"),
         "update",

@@ -251,7 +251,8 @@ def precompute(*texts: str, **own: Any) -> dict[str, Any]:
 
 def test_a_cache_or_model_that_cannot_be_blended_is_refused(connector, setting):
     changes: dict[str, dict[str, Any]] = {
-        "fp8": {"cache_dtype": "fp8"},
+        "'fp8'; .* pass --kv-cache-dtype float32 if it": {"cache_dtype": "fp8"},
+        "'bfloat16'": {"cache_dtype": "bfloat16"},
         "several devices": {"world_size": 2},
         "prefill-context": {"world_size": 4, "tensor_parallel_size": 2},
         "decode-context": {
@@ -274,6 +275,7 @@ def test_a_cache_or_model_that_cannot_be_blended_is_refused(connector, setting):
     with pytest.raises(ConfigError, match="pass 'prefix' or 'blend'"):
         connect(connector, setting, extra={"mode": "mix"})
     connect(connector, setting, data_parallel_size=2, is_moe_model=False)
+    connect(connector, setting, cache_dtype="float32")
     split = connect(connector, setting, world_size=2, tensor_parallel_size=2)
     assert split.get_finished_count() == 1
 

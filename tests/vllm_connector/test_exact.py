@@ -4,6 +4,7 @@ import importlib
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -152,6 +153,55 @@ def test_what_vllms_model_cannot_compute_for_us_is_told(connector):
     place = own.StandIn(SimpleNamespace(), 0, None)
     with pytest.raises(UnsupportedModelError, match="rounds its output"):
         place.forward(None, torch.zeros(1), output=torch.zeros(1), output_scale=torch.ones(1))
+
+
+@pytest.mark.parametrize("tokenizer", [None, "elsewhere"])
+def test_a_revision_is_that_of_the_models_own_files(connector, setting, monkeypatch, tokenizer):
+    seen = []
+    monkeypatch.setattr("vllm_kvrag.scheduler.ModelSource", lambda *own: seen.append(own))
+    monkeypatch.setattr("vllm_kvrag.scheduler.Planner", lambda *_: None)
+    connect(
+        connector, setting, role="SCHEDULER", revision="x", tokenizer=tokenizer or setting.model
+    )
+    assert seen == [(setting.model, tokenizer, "x")]
+
+
+@pytest.mark.parametrize("part", ["", "is_moe_model", "is_multimodal_model"])
+def test_buffers_of_a_steps_size_bound_a_forward(connector, monkeypatch, part):
+    """On GPUs they are locked, or replaced by larger ones that captured graphs don't read."""
+    own = importlib.import_module("vllm_kvrag.own")
+    monkeypatch.setattr(own, "attention_layers", lambda _: {})
+    monkeypatch.setattr(own.EngineLM, "__init__", lambda lm, *_: vars(lm).update(most_timed=9))
+    one = MagicMock(max_num_batched_tokens=4, tensor_parallel_size=1)
+    one.get_total_num_kv_heads.return_value = 1
+    for name in ("is_moe_model", "is_multimodal_model"):
+        setattr(one, name, name == part)
+    config = MagicMock(model_config=one, parallel_config=one, scheduler_config=one)
+    lm = own.VllmLM(config, object())
+    with pytest.raises(torch.OutOfMemoryError) if part else nullcontext():
+        lm.check(torch.zeros(1, 5))
+    assert lm.most_timed == (4 if part else 9)
+    lm.check(torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("takes_images", "more", "is_embedded"),
+    [
+        (False, {}, False),
+        (False, {"enable_prompt_embeds": True}, True),
+        (True, {"supports_multimodal_inputs": True}, True),
+        (True, {"supports_multimodal_inputs": False}, False),  # served for text alone
+        (True, {}, True),  # in vLLM 0.26
+    ],
+)
+def test_compiled_code_gets_what_vllms_steps_give_it(connector, takes_images, more, is_embedded):
+    own = importlib.import_module("vllm_kvrag.own")
+    config = {"uses_mrope": False, "is_multimodal_model": takes_images}
+    config = SimpleNamespace(**{"enable_prompt_embeds": False} | config | more)
+    lm = SimpleNamespace(_vllm_config=SimpleNamespace(model_config=config), _held=MagicMock())
+    own.VllmLM._forward(lm, torch.zeros(2), torch.zeros(2))
+    given = lm._held.call_args.kwargs
+    assert (given["input_ids"] is None) == ("inputs_embeds" in given) == is_embedded
 
 
 def test_nothing_is_loaded_where_stored_kv_is_not_what_vllm_computes(

@@ -175,7 +175,9 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
     """Return why vLLM's cache can't take stored rows, and what to do; ``None`` if it can."""
     cache = vllm_config.cache_config
     transfer = vllm_config.kv_transfer_config
-    runner = vllm_config.model_config.runner_type
+    model = vllm_config.model_config
+    runner = model.runner_type
+    dtype = str(model.dtype).removeprefix("torch.")
     parallel = vllm_config.parallel_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     # With windows only, vLLM frees the blocks before the window and can't compute failed loads.
@@ -185,8 +187,9 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
         (runner == "generate", f"its runner is {runner!r}, and only answers are blended"),
         (transfer.is_kv_consumer, f"kv_role is {transfer.kv_role!r}; pass 'kv_consumer'"),
         (
-            cache.cache_dtype == "auto",
-            f"kv_cache_dtype is {cache.cache_dtype!r}; leave it at 'auto'",
+            cache.cache_dtype in ("auto", dtype),
+            f"kv_cache_dtype is {cache.cache_dtype!r}; leave it at 'auto', or pass "
+            f"--kv-cache-dtype {dtype} if it is the checkpoint's",
         ),
         (
             parallel.world_size == parallel.tensor_parallel_size

@@ -62,7 +62,8 @@ class VllmLM(EngineLM):
         config = vllm_config.model_config
         compiles = vllm_config.compilation_config.mode
         # As many devices have key heads of their own; the others have the same ones again.
-        devices = vllm_config.parallel_config.tensor_parallel_size
+        parallel = vllm_config.parallel_config
+        devices = parallel.tensor_parallel_size
         splits = min(devices, config.get_total_num_kv_heads())
         self.replicas = devices // splits
         super().__init__(
@@ -76,7 +77,12 @@ class VllmLM(EngineLM):
             ],
             config.max_model_len,
         )
-        if self._manager is not None:
+        # Experts, adapters and models of images keep buffers of a step's size. On GPUs these are
+        # locked, or at addresses that captured graphs read.
+        self._is_bounded = (
+            self._manager is not None or parallel.is_moe_model or config.is_multimodal_model
+        )
+        if self._is_bounded:
             self.most_timed = min(self.most_timed, self._most)
 
     def load(self, source: ModelSource) -> object:
@@ -115,9 +121,8 @@ class VllmLM(EngineLM):
 
     def check(self, ids: torch.Tensor) -> None:
         """Raise ``torch.OutOfMemoryError`` for a batch of more rows than a step of vLLM's."""
-        if ids.numel() > self._most and (len(ids) > 1 or self._manager is not None):
-            # Of experts and adapters, scratch memories are no larger; and a step shouldn't wait
-            # for more.
+        if ids.numel() > self._most and (len(ids) > 1 or self._is_bounded):
+            # A step shouldn't wait for more, either.
             raise torch.OutOfMemoryError("a batch of more rows than a step of vLLM's")
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -127,7 +132,9 @@ class VllmLM(EngineLM):
             positions = positions.expand(3, -1)
         # Compiled code takes what vLLM's own steps give it, and the dtype, without a check.
         given: dict[str, Any] = {"input_ids": ids.int()}
-        if config.is_multimodal_model:
+        # vLLM 0.26 asks elsewhere whether a model that can take images is served for text alone.
+        takes = getattr(config, "supports_multimodal_inputs", config.is_multimodal_model)
+        if takes or config.enable_prompt_embeds:
             given = {"input_ids": None, "inputs_embeds": self._held.embed_input_ids(ids.int())}
         hidden: torch.Tensor = self._held(positions=positions, **given)
         return hidden
@@ -189,8 +196,7 @@ class VllmLM(EngineLM):
 
     def adapters(self) -> Mapping[int, Any]:
         """Return the adapters that vLLM has loaded, by number."""
-        loaded: Mapping[int, Any] = getattr(self._manager, "list_adapters", dict)()
-        return loaded
+        return dict(getattr(self._manager, "list_adapters", dict)())
 
     def check_adapter(self) -> None:
         """Raise ``StoreError`` if vLLM has unloaded or replaced this model's adapter."""

@@ -15,9 +15,8 @@ class PrivateBlocks:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        # By request: number of first blocks with hashes of their token ids, and the hashes that
-        # these replace.
-        self._kept = dict[str, tuple[int, list[Any]]]()
+        # By request: hashes that those of the token ids of its first blocks replace.
+        self._kept = dict[str, list[Any]]()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._kept
@@ -32,7 +31,7 @@ class PrivateBlocks:
         """
         if request_id not in self._kept:
             return sys.maxsize
-        return self._kept[request_id][0] * self._block_size
+        return len(self._kept[request_id]) * self._block_size
 
     def hide(self, request: Request, num_exact: int) -> None:
         """Give a request's blocks hashes of their own, but for blocks of its first exact rows.
@@ -51,20 +50,17 @@ class PrivateBlocks:
             own = request.block_hashes[:num_shared]
             request.block_hashes[:num_shared] = shared
         else:  # fewer rows are exact than before, or the same
-            before, own = self._kept[request.request_id]
-            num_shared = min(num_shared, before)
-            request.block_hashes[num_shared:before] = own[num_shared:]
+            own = self._kept[request.request_id]
+            request.block_hashes[num_shared : len(own)] = own[num_shared:]
             own = own[:num_shared]
-        self._kept[request.request_id] = num_shared, own
+        self._kept[request.request_id] = own
 
     def show(self, request: Request, num_computed: int) -> None:
         """Give a request's blocks the hashes of their token ids again.
 
         They stay hidden if it has found approximate blocks of its own, after a preemption.
         """
-        num_shared, _ = self._kept.get(request.request_id, (0, ()))
-        is_behind = num_computed > num_shared * self._block_size
-        if request.request_id in self._kept and not is_behind:
+        if request.request_id in self and num_computed <= self.num_exact(request.request_id):
             self.forget(request.request_id)
             request.cache_salt = None
             request.block_hashes.clear()

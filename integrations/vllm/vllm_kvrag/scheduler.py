@@ -37,10 +37,15 @@ class SchedulerSide:
     def __init__(self, vllm_config: VllmConfig, config: StoreConfig, *, is_exact: bool) -> None:
         option = vllm_config.kv_transfer_config.get_from_extra_config
         model = vllm_config.model_config
-        source = ModelSource(model.model, tokenizer=model.tokenizer)
+        # As the worker's: the revision is of the tokenizer in the model's own repository.
+        tokenizer = None if model.tokenizer == model.model else model.tokenizer
+        source = ModelSource(model.model, tokenizer, model.revision)
         self._is_exact = is_exact
-        kv_dir, namespace = option("kv_dir", None), option("namespace", "default")
-        self._library = Library(kv_dir, namespace=namespace, store_config=config)
+        self._library = Library(
+            option("kv_dir", None),
+            namespace=option("namespace", "default"),
+            store_config=config,
+        )
         self._planner = Planner(self._library, source)
         self._about: ModelFacts | None = None
         # Fingerprints of the model with adapters, by their numbers.

@@ -52,6 +52,7 @@ OWN = {
     "--tokenizer": "put the tokenizer into the model's directory",
     "--tokenizer-mode": "the front tokenises as transformers does",
     "--revision": "download it, and name its directory",
+    "--tokenizer-revision": "download it, and name its directory",
     "--data-parallel-size": _PER_ENGINE,
     "-dp": _PER_ENGINE,
     "--exclude-tools-when-tool-choice-none": "leave tools out of such requests",
