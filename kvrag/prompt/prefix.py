@@ -140,16 +140,19 @@ def _render(template: Any, values: dict[str, Any], encoder: PromptEncoder) -> st
         value = template.format_prompt(**values)
         if not hasattr(value, "messages"):
             return str(value.to_string())
-        messages = [(getattr(m, "role", m.type), m.content) for m in value.to_messages()]
+        # With the calls of few-shot examples; the template comes from this package.
+        from langchain_core.messages import convert_to_openai_messages
+
+        messages = convert_to_openai_messages(value.messages, text_format="block")
     elif hasattr(template, "format_messages") and encoder.has_chat_template:
         # LlamaIndex passes messages to chat models
         messages = [
-            (m.role.value, m.content or "")
+            {"role": m.role.value, "content": m.content}
             for m in _selected(template, True).format_messages(**values)
         ]
     else:
         return str(_selected(template, False).format(**values))
-    return encoder.render([{"role": role, "content": content} for role, content in messages])
+    return encoder.render(messages)
 
 
 def _selected(template: Any, is_chat: bool) -> Any:
