@@ -9,6 +9,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -375,10 +376,17 @@ def _qdrant_documents(holder: Any) -> list[Any]:
 
 
 def _llama_index_nodes(holder: Any) -> list[Any] | None:
-    """Read the nodes of a LlamaIndex index: its document store, or a vector store with text."""
+    """Read the nodes of a LlamaIndex index: its document store, or a vector store with text.
+
+    A document store also has documents that the index deleted, and those of other indexes.
+    """
     documents = getattr(getattr(holder, "docstore", None), "docs", None)
     if documents:
-        return list(documents.values())
+        nodes = list(documents.values())
+        with suppress(AttributeError, NotImplementedError, ValueError):
+            sources = {None, *holder.ref_doc_info}
+            nodes = [node for node in nodes if node.ref_doc_id in sources]
+        return nodes
     store = getattr(holder, "vector_store", holder)
     if not hasattr(store, "get_nodes"):
         return None if documents is None else []

@@ -65,10 +65,9 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
             )
         return prefix
     if prefix is None:
-        only = [{"role": "user", "content": mark}]
-        if encoder.has_chat_template:
-            return _before(encoder.render(only), "context")
-        return ""
+        if not encoder.has_chat_template:
+            return ""
+        prefix = []
     if isinstance(prefix, Sequence) and not isinstance(prefix, bytes):
         plain = plain_messages(cast(Sequence[Message], prefix), _no_chunk, encoder.facts.roles)
         marked = [{**m, "content": m["content"].replace("{context}", mark)} for m in plain]
@@ -132,24 +131,25 @@ def _render(template: Any, values: dict[str, Any], encoder: PromptEncoder) -> st
     if hasattr(template, "kvrag_render"):
         return str(template.kvrag_render(values, encoder))
     if hasattr(template, "format_prompt"):  # LangChain
-        list_types = getattr(template, "input_types", {}) or {}
         values = {
-            n: ([] if n in list_types and list_types[n] is not str else v)
-            for n, v in values.items()
+            n: v if template.input_types.get(n, str) is str else [] for n, v in values.items()
         }
         value = template.format_prompt(**values)
         if not hasattr(value, "messages"):
             return str(value.to_string())
-        messages = [(getattr(m, "role", m.type), m.content) for m in value.to_messages()]
+        # With the calls of few-shot examples; the template comes from this package.
+        from langchain_core.messages import convert_to_openai_messages
+
+        messages = convert_to_openai_messages(value.messages, text_format="block")
     elif hasattr(template, "format_messages") and encoder.has_chat_template:
         # LlamaIndex passes messages to chat models
         messages = [
-            (m.role.value, m.content or "")
+            {"role": m.role.value, "content": m.content}
             for m in _selected(template, True).format_messages(**values)
         ]
     else:
         return str(_selected(template, False).format(**values))
-    return encoder.render([{"role": role, "content": content} for role, content in messages])
+    return encoder.render(messages)
 
 
 def _selected(template: Any, is_chat: bool) -> Any:

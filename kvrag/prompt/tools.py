@@ -57,11 +57,17 @@ def answer_form(
             )
         checked = tuple([tool for tool in checked if name_of(tool) in allowed])
         names = [name_of(tool) for tool in checked]
-    if choice not in (None, "auto", "none", *(("required", *names) if names else ())):
-        raise ConfigError(
-            f"tool_choice is {tool_choice!r}; "
-            f"it must be 'auto', 'none', 'required', or one of {names}"
-        )
+    if choice not in (None, "auto", "none"):
+        if not names:
+            raise ConfigError(
+                f"tool_choice is {tool_choice!r}, and there are no tools; pass tools, "
+                "or leave it out"
+            )
+        if choice not in ("required", *names):
+            raise ConfigError(
+                f"tool_choice is {tool_choice!r}; "
+                f"it must be 'auto', 'none', 'required', or one of {names}"
+            )
     shown = () if choice == "none" else checked
     return ResponseFormat(
         shown, choice if shown and choice else "auto", _checked_schema(response_format)

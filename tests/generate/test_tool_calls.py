@@ -144,7 +144,7 @@ def test_a_system_message_stays_before_the_tools(encoder):
         ({"tools": [{"function": {"name": "a", "parameters": [1]}}]}, "parameters"),
         ({"tools": [TOOL], "tool_choice": "find"}, r"tool_choice is 'find'.*\['search'\]"),
         ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice is {'type': 'any'}"),
-        ({"tool_choice": "required"}, "tool_choice is 'required'"),
+        ({"tool_choice": "required"}, "tool_choice is 'required', and there are no tools; pass"),
         ({"response_format": "json"}, "response_format is json; pass None"),
         ({"response_format": {"type": "json_schema"}}, "response_format is .*JSON schema"),
         (

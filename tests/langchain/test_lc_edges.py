@@ -10,6 +10,7 @@ from langchain_core.messages import AIMessage
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from kvrag import StoreConfig
+from kvrag.testing.models import save_tiny_model
 from langchain_kvrag import ChatKVRag, KVRagLLM, KVRagVectorStore
 
 
@@ -51,14 +52,18 @@ def test_none_is_what_was_not_given(cls, options):
 
 @pytest.mark.parametrize("name", ["model", "model_name", "model_id"])
 @pytest.mark.parametrize("cls", [ChatKVRag, KVRagLLM])
-def test_a_call_names_another_model_by_any_name(cls, name, options, other_tiny_dir):
+def test_a_call_names_another_model_by_any_name(cls, name, options, tmp_path):
+    place = save_tiny_model(tmp_path / "other", seed=1)
+    template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    (tmp_path / "other" / "chat_template.jinja").write_text(template)
     asked = cls(**options)
-    other = cls(**{**options, "model": str(other_tiny_dir)})
+    other = cls(**{**options, "model": str(place)})
     answers = [
-        model.generate_prompt([model._convert_input("Who?")], **call)
-        for model, call in ((asked, {name: str(other_tiny_dir)}), (other, {}))
+        model.generate_prompt([*map(model._convert_input, ("Who?", [("human", "Who?")]))], **call)
+        for model, call in ((asked, {name: str(place)}), (other, {}))
     ]
-    assert answers[0].generations[0][0].text == answers[1].generations[0][0].text
+    first, second = ([each[0].text for each in answer.generations] for answer in answers)
+    assert first == second
     assert answers[0].llm_output["model_name"] == other.model_name
 
 

@@ -99,8 +99,23 @@ def test_the_first_chunk_behind_the_prefix_is_exact(options, chunks, prefix):
     llm.engine.close()
 
 
-def test_a_string_template_is_shown_as_a_human_message(options, chunks):
-    prompt = PromptTemplate.from_template("Read this.\n{context}\n{question}")
+SHOTS = [
+    HumanMessage("Where?"),
+    AIMessage("", tool_calls=[{"name": "find", "args": {"q": "x"}, "id": "1"}]),
+    ToolMessage("found", tool_call_id="1"),
+    AIMessage("There."),
+]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        PromptTemplate.from_template("Read this.\n{context}\n{question}"),
+        ChatPromptTemplate([*SHOTS, ("human", "{context}\n{question}")]),
+    ],
+    ids=["text", "few shots with calls"],
+)
+def test_the_first_chunk_behind_a_template_of_another_form_is_exact(options, chunks, prompt):
     for prefix in (prompt, TemplatePrefix(prompt, "context")):
         llm = ChatKVRag(**options, prefix=prefix, context=None)
         llm.precompute_kv(chunks[:1])

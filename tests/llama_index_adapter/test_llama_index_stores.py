@@ -20,6 +20,7 @@ from llama_index.core import (
     MockEmbedding,
     Settings,
     StorageContext,
+    SummaryIndex,
     VectorStoreIndex,
     load_index_from_storage,
 )
@@ -486,6 +487,20 @@ def test_an_index_can_be_precomputed_and_synchronised(llm):
     assert llm.sync_kv(index).removed == 1
     assert kept(llm, chunks(3)) == [False, True, True]
     assert llm.delete_kv(index) == 2
+
+
+@pytest.mark.parametrize("cls", [VectorStoreIndex, SummaryIndex])
+def test_a_document_that_only_the_document_store_has_is_not_the_indexs(llm, cls):
+    shared = StorageContext.from_defaults()
+    docs = documents(4)
+    index = cls.from_documents(docs[:3], storage_context=shared)
+    cls.from_documents(docs[3:], storage_context=shared)
+    parent = node(chunks(5)[4], id_="parent", document="doc-1")
+    shared.docstore.add_documents([parent])
+    assert llm.sync_kv(index).added == 4
+    index.delete_ref_doc("doc-0")
+    assert llm.sync_kv(index).removed == 1
+    assert kept(llm, chunks(5)) == [False, True, True, False, True]
 
 
 def test_one_node_and_a_vector_store_are_items(llm, store):

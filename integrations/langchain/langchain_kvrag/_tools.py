@@ -28,18 +28,19 @@ from langchain_kvrag._spellings import Options
 
 logger = logging.getLogger(__name__)
 
+JsonDict = dict[str, Any]
 Method = Literal["json_schema", "function_calling", "json_mode"]
-Tool = dict[str, Any] | type | Callable[..., Any] | BaseTool
+Tool = JsonDict | type | Callable[..., Any] | BaseTool
 
 _BROKEN = re.compile(r"<tool_call>.*?(?:</tool_call>|(?=<tool_call>)|$)", re.DOTALL)
 
 
-def tool_dicts(tools: Sequence[Tool], strict: bool | None = None) -> list[dict[str, Any]]:
+def tool_dicts(tools: Sequence[Tool], strict: bool | None = None) -> list[JsonDict]:
     """Turn tools in any form of LangChain into OpenAI's dicts."""
     return [_tool_dict(tool, strict) for tool in tools]
 
 
-def _tool_dict(tool: Tool, strict: bool | None) -> dict[str, Any]:
+def _tool_dict(tool: Tool, strict: bool | None) -> JsonDict:
     made = convert_to_openai_tool(tool, strict=strict)
     schema = _recursive(getattr(tool, "args_schema", tool))
     if schema:
@@ -77,7 +78,7 @@ def broken_calls(result: GenerationResult, options: Options) -> list[str]:
     return []
 
 
-def calls_of(result: GenerationResult, broken: Sequence[str]) -> dict[str, Any]:
+def calls_of(result: GenerationResult, broken: Sequence[str]) -> JsonDict:
     """Return an answer's calls as fields of ``AIMessage``."""
     return {
         "tool_calls": [
@@ -89,7 +90,7 @@ def calls_of(result: GenerationResult, broken: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def call_chunks(result: GenerationResult, broken: Sequence[str]) -> dict[str, Any]:
+def call_chunks(result: GenerationResult, broken: Sequence[str]) -> JsonDict:
     """Return an answer's calls as a field of ``AIMessageChunk``.
 
     Calls are whole, because they are parsed when the answer has ended.
@@ -113,6 +114,8 @@ class _AnswerParser(JsonOutputParser):
     """Pydantic class or JSON schema."""
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        if not partial:
+            _check_whole(result[0].text)
         return _checked(super().parse_result(result, partial=partial), self.shape, partial=partial)
 
 
@@ -123,9 +126,22 @@ class _CallParser(JsonOutputKeyToolsParser):
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         found = super().parse_result(result, partial=partial)
-        if found is None:
-            return found
-        return _checked(found, self.shape, partial=partial)
+        if found is not None:
+            return _checked(found, self.shape, partial=partial)
+        if not partial:
+            _check_whole(result[0].text)
+        return None
+
+
+def _check_whole(text: str) -> None:
+    """Refuse an answer that was cut; LangChain would read ``12`` for ``1234``, and say nothing."""
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise OutputParserException(
+            "the answer ends before its JSON does; raise max_tokens, or change stop",
+            llm_output=text,
+        ) from error
 
 
 def _checked(value: Any, shape: Any, *, partial: bool) -> Any:
@@ -148,7 +164,7 @@ def _checked(value: Any, shape: Any, *, partial: bool) -> Any:
         raise _unfit(value, shape.__name__, str(error)) from error
 
 
-def _validated(value: Any, schema: dict[str, Any]) -> Any:
+def _validated(value: Any, schema: JsonDict) -> Any:
     library = require("jsonschema", extra="structured", purpose="answers of a JSON schema")
     kind = library.validators.validator_for(schema, default=library.Draft202012Validator)
     fault = library.exceptions.best_match(
@@ -179,7 +195,7 @@ def structured(
             "schema": schema,
         }
     }
-    is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
+    is_class = is_basemodel_subclass(schema)
     if schema is None and method != "json_mode":
         raise ConfigError(
             f"with_structured_output(method={method!r}) needs a schema; pass a class or a dict"
@@ -189,9 +205,9 @@ def structured(
         (tool,) = tool_dicts([schema], strict)
         function = tool["function"]
         if not isinstance(schema, dict) and strict is not False:
-            function["parameters"] = _closed(function["parameters"])
+            function["parameters"] = _rewritten(function["parameters"], _closed)
         if is_class:
-            function["parameters"] = _with_twins(function["parameters"])
+            function["parameters"] = _rewritten(function["parameters"], _with_twins)
         asking = llm.bind_tools([tool], tool_choice=function["name"], **about)
         parser = _CallParser(
             key_name=function["name"],
@@ -201,9 +217,11 @@ def structured(
     elif method in ("json_schema", "json_mode"):
         wanted = _json_schema(schema, strict) if method == "json_schema" else None
         if is_class:
-            wanted = _with_twins(wanted)
-        named = {"name": str(wanted.get("title", "answer")), "schema": wanted} if wanted else None
-        asked = {"type": "json_schema", "json_schema": named} if wanted else {"type": "json_object"}
+            wanted = _rewritten(wanted, _with_twins)
+        asked: JsonDict = {"type": "json_object"}
+        if wanted:
+            named = {"name": str(wanted.get("title", "answer")), "schema": wanted}
+            asked = {"type": "json_schema", "json_schema": named}
         asking = llm.bind(response_format=asked, **about)
         parser = _AnswerParser(shape=schema if is_class else wanted or {})
     else:
@@ -220,7 +238,7 @@ def structured(
     )
 
 
-def _json_schema(schema: Any, strict: bool | None) -> dict[str, Any]:
+def _json_schema(schema: Any, strict: bool | None) -> JsonDict:
     """Return the JSON schema of a schema in any form of LangChain.
 
     Classes list all their properties, so other properties are forbidden; a JSON schema may stay
@@ -229,10 +247,10 @@ def _json_schema(schema: Any, strict: bool | None) -> dict[str, Any]:
     if isinstance(schema, dict) and not {"function", "parameters"} & set(schema):
         return schema
     found = _recursive(schema) or convert_to_json_schema(schema, strict=strict)
-    return found if isinstance(schema, dict) or strict is False else _closed(found)
+    return found if isinstance(schema, dict) or strict is False else _rewritten(found, _closed)
 
 
-def _recursive(schema: Any) -> dict[str, Any] | None:
+def _recursive(schema: Any) -> JsonDict | None:
     """Return the JSON schema of a class that contains objects of its own class, else ``None``.
 
     LangChain would write such a schema as empty.
@@ -245,35 +263,32 @@ def _recursive(schema: Any) -> dict[str, Any] | None:
         name: set(re.findall(r'"#/\$defs/([^"]+)"', json.dumps(part)))
         for name, part in parts.items()
     }
-    while ends := {name for name, others in refs.items() if not others & refs.keys()}:
-        refs = {name: others for name, others in refs.items() if name not in ends}
+    while ends := [name for name in refs if not refs[name] & refs.keys()]:
+        for name in ends:
+            del refs[name]
     if not refs:
         return None
     root = found.pop("$ref", "").rpartition("/")[2]
     return {**parts.get(root, {}), **found}
 
 
-def _closed(schema: Any) -> Any:
+def _rewritten(schema: Any, rewrite: Callable[[JsonDict], JsonDict]) -> Any:
+    """Return a schema in which all objects are rewritten."""
+    if isinstance(schema, list):
+        return [_rewritten(each, rewrite) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return rewrite({key: _rewritten(value, rewrite) for key, value in schema.items()})
+
+
+def _closed(schema: JsonDict) -> JsonDict:
     """Forbid properties without a name in the schema, unless it says otherwise."""
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    out = {key: _closed(value) for key, value in schema.items()}
-    names_some = any(isinstance(out.get(key), dict) for key in ("properties", "patternProperties"))
-    if out.get("type") == "object" and names_some:
-        return {"additionalProperties": False, **out}
-    return out
+    names = (schema.get("properties"), schema.get("patternProperties"))
+    if schema.get("type") == "object" and any(isinstance(each, dict) for each in names):
+        return {"additionalProperties": False, **schema}
+    return schema
 
 
-def _with_twins(schema: Any) -> Any:
+def _with_twins(schema: JsonDict) -> JsonDict:
     """Allow duplicate items: a class's sets drop them, and decoding can't prevent them."""
-    if isinstance(schema, list):
-        return [_with_twins(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: _with_twins(value)
-        for key, value in schema.items()
-        if (key, value) != ("uniqueItems", True)
-    }
+    return {key: value for key, value in schema.items() if (key, value) != ("uniqueItems", True)}

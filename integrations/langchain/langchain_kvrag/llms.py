@@ -59,7 +59,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
             return prompt
         variables = options.get("chat_template_kwargs")
         self.check_call({"chat_template_kwargs": variables})
-        encoder = self.engine.encoder.with_variables(variables)
+        encoder = self._engine(named(options, "model")).encoder.with_variables(variables)
         if not encoder.has_chat_template:
             return prompt
         return StringPromptValue(text=encoder.render(chat_messages(prompt.to_messages())))
