@@ -235,8 +235,7 @@ class ModelLock:
             with self._guard:
                 self.pending = [step for step in self.pending if not step.is_done]
             end = time.perf_counter()
-            slice_s = min(self.num_prompts * (end - start), LONG_SLICE_S)
-            self._due = end + max(SLICE_S, slice_s)
+            self._due = end + max(SLICE_S, min(self.num_prompts * (end - start), LONG_SLICE_S))
             for step in batch:
                 if step.is_done:
                     step.event.set()

@@ -303,10 +303,11 @@ def batches(
     nothing for :data:`MOST_WAITS`.
     """
     waits = 0
+    writer = run.store.writer
     while todo:
         left = list[NewChunk]()
         for first in range(0, len(todo), batch_size):
-            if run.is_refused or run.store.writer.refusal():
+            if run.is_refused or writer.read_only or writer.is_closed:
                 _give_up(run, [*left, *todo[first:]])
                 return
             batch = _to_compute(run, todo[first : first + batch_size], claims, left)

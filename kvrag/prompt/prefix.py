@@ -67,7 +67,7 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
     if prefix is None:
         if not encoder.has_chat_template:
             return ""
-        prefix = []
+        return _before(encoder.render([{"role": "user", "content": mark}]), "context")
     if isinstance(prefix, Sequence) and not isinstance(prefix, bytes):
         plain = plain_messages(cast(Sequence[Message], prefix), _no_chunk, encoder.facts.roles)
         marked = [{**m, "content": m["content"].replace("{context}", mark)} for m in plain]

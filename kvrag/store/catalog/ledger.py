@@ -292,8 +292,8 @@ class Ledger:
     def _chunks(self, keys: Iterable[ChunkKey]) -> list[tuple[ChunkKey, ChunkRow]]:
         """Return the rows of chunks, stored or pending; absent rows are left out."""
         wanted = list(dict.fromkeys(keys))
-        found = zip(wanted, self._read_all(CHUNK, [f"c {key}" for key in wanted]), strict=True)
-        return [(key, chunk) for key, chunk in found if chunk]
+        found = self._read_all(CHUNK, [f"c {key}" for key in wanted])
+        return [(key, chunk) for key, chunk in zip(wanted, found, strict=True) if chunk]
 
     def _all_chunks(self) -> list[tuple[ChunkKey, ChunkRow]]:
         return self._chunks(map(ChunkKey, self._rows.names("c ")))
