@@ -76,6 +76,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
     FULL: None,
 }
 """The same of requests whose chunks are not all stored."""
+ASKED = MODES | WAYS
 SHARES = (0.0, 0.5, 1.0)
 """Shares of a prompt's chunks that are stored."""
 TURNS = 3
@@ -257,7 +258,7 @@ class Run:
 
     def at(self, mode: str) -> VLLM:
         """Return the server that a mode is asked of."""
-        return self.server(ALONE if (MODES | WAYS)[mode] is None else CONNECTOR)
+        return self.server(ALONE if ASKED[mode] is None else CONNECTOR)
 
     def stored(self, size: Size) -> Prompts:
         """Return the prompts of a size, their chunks precomputed and one of them answered."""
@@ -270,7 +271,7 @@ class Run:
 
     def answer(self, ids: list[int], mode: str, **options: Any) -> tuple[dict[str, Any], float]:
         """Answer a prompt; returns the response and its seconds. Raises ``RuntimeError`` if it should be blended and is not."""
-        response, wall_s = self.at(mode).complete(ids, (MODES | WAYS)[mode], **options)
+        response, wall_s = self.at(mode).complete(ids, ASKED[mode], **options)
         if mode.startswith(BLENDED) and said(response).get("exactness") != "repaired":
             raise RuntimeError(f"a prompt was not blended: {said(response)}")
         return response, wall_s

@@ -137,7 +137,7 @@ def _render(template: Any, values: dict[str, Any], encoder: PromptEncoder) -> st
         value = template.format_prompt(**values)
         if not hasattr(value, "messages"):
             return str(value.to_string())
-        # With the calls of few-shot examples; the template comes from this package.
+        # LangChain is there, for the template is its own; its messages keep few-shot calls so.
         from langchain_core.messages import convert_to_openai_messages
 
         messages = convert_to_openai_messages(value.messages, text_format="block")
