@@ -20,6 +20,7 @@ and machine for itself.
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import sys
 import time
@@ -55,7 +56,7 @@ from kvrag import KVRagEngine, RepairConfig
 from kvrag.blend import repair as stages
 from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, place, rows_of
-from kvrag.blend.repair import REREAD, deviation, probe, repair
+from kvrag.blend.repair import REREAD, deviation, fill, filled, probe, repair
 from kvrag.blend.select import breaks_of, effective_ratio
 from kvrag.blend.stitch import stitch
 from kvrag.evaluate.answers import wilson
@@ -67,7 +68,6 @@ from kvrag.metrics import kl_divergence
 from kvrag.model import CausalLM, attention
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.precompute.encode import EncodedPrefix, context_ids, encode_chunks, encode_prefix
-from kvrag.types import KVDtype
 
 KL_TOKENS = 24
 
@@ -197,11 +197,13 @@ class Case:
                 break
         return answer[:most]
 
-    def stitched(
-        self, encoded: str, kv_dtype: KVDtype
-    ) -> tuple[KVBuffer, Layout, Any, tuple[float, float]]:
-        """The stitched prompt, its layout and rotations, and the seconds of stitching."""
-        key = encoded, kv_dtype
+    def stitched(self, method: Method) -> tuple[KVBuffer, Layout, Any, tuple[float, float]]:
+        """The stitched prompt, its layout and rotations, and the seconds of stitching.
+
+        Of chunks that a method has no KV of, the engine's choice are computed here.
+        """
+        encoded, kv_dtype = method.encoded, method.kv_dtype
+        key = encoded, kv_dtype, method.stored, method.fills
         if key not in self._stitched:
             _, prefix_kv = self.behind("prefix")
             kvs = [
@@ -226,9 +228,15 @@ class Case:
             segments.append((len(self.tail), "live", False, -1, False))
             kvs = [pack(kv, kv_dtype) for kv in kvs]
             layout = place(segments)
+            sources = [s.source for s in layout.stale]
+            count = round((1 - method.stored) * len(sources))
+            layout = layout.without(random.Random(len(self.ids)).sample(sources, count))
             rotary, buffer = self.lm.rotary(layout.num_tokens), self.lm.buffer(layout.num_tokens)
             with Clock() as clock:
                 stitch(buffer, layout, kvs, rotary)
+                if method.fills and method.probes and filled(layout, RepairConfig()).ahead:
+                    layout = filled(layout, RepairConfig())
+                    fill(self.lm, buffer, layout, self.ids)
             self._stitched[key] = buffer, layout, rotary, clock.seconds
         return self._stitched[key]
 
@@ -269,8 +277,8 @@ class Case:
 
         Yields the prompt's buffer, the logits of its first token, the share of repaired rows, and the times.
         """
-        stored = method.encoded, method.kv_dtype
-        stitched, layout, rotary, spent = self.stitched(*stored)
+        stored = method.encoded, method.kv_dtype, method.stored
+        stitched, layout, rotary, spent = self.stitched(method)
         times = [spent]
         mass, probe_s = self.mass(method, stitched, layout)
         change, source = None, stitched
@@ -300,7 +308,14 @@ class Case:
         self, method: Method, stitched: KVBuffer, layout: Layout
     ) -> tuple[torch.Tensor, tuple[float, float]]:
         """Attention of the question as the method measures it, and the seconds that takes."""
-        key = method.encoded, method.kv_dtype, method.layers, method.mass
+        key = (
+            method.encoded,
+            method.kv_dtype,
+            method.stored,
+            method.fills,
+            method.layers,
+            method.mass,
+        )
         if key not in self._masses:
             buffer = self.copy(stitched)
             with collecting(method.mass, layout), Clock() as clock:

@@ -390,6 +390,10 @@ class Method:
     probes: bool = True
     covaries: bool = True
     takes_budget: bool = True
+    stored: float = 1.0
+    """Share of the chunks that are not exact that have stored KV; the others are computed."""
+    fills: bool = True
+    """Whether these are computed once, if the engine would."""
     timed_as: str = ""
     """The method whose time at the same budget is this one's, if this one is slower here than by its authors."""
 
@@ -451,4 +455,10 @@ ROUNDED = {
         **{n: OURS[n] for n in ("runs", "sentences")},
     }.items()
 }
-METHODS = PEERS | OURS | BEHIND | ROUNDED
+half = partial(Method, OURS["runs"].choose, stored=0.5)
+STORED = {
+    "halfruns": half(),
+    "halftwice": half(fills=False),
+    "halfnone": replace(PEERS["none"], stored=0.5),
+}
+METHODS = PEERS | OURS | BEHIND | ROUNDED | STORED

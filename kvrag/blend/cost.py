@@ -29,8 +29,8 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from kvrag.blend.layout import Layout, Segment
-from kvrag.blend.repair import CHECK_LAYER, REREAD
+from kvrag.blend.layout import Layout, Segment, num_rows_of
+from kvrag.blend.repair import CHECK_LAYER, REREAD, filled
 from kvrag.blend.select import needs_of, num_selected
 from kvrag.cache import keep
 from kvrag.config import RepairConfig
@@ -155,7 +155,7 @@ class Price:
         return rows
 
     def of_forwards(self, layout: Layout) -> float:
-        """Return the cost of all forwards: repair, probe and deviation.
+        """Return the cost of all forwards: those before the probe, probe, deviation and repair.
 
         A repaired row counts as if it saw every key, because the residual shift also propagates its
         change to other rows.
@@ -163,14 +163,18 @@ class Price:
         costs = self.costs
         config = self.config
         needs = needs_of(layout, config)
-        live = layout.num_live
+        layout = filled(layout, config)
         total = layout.num_tokens
-        repaired = num_selected(layout, config)
-        pairs = sum([s.num_rows * (s.start + s.stop) / 2 for s in layout.live])
-        cost = costs.of_forward(live + repaired, pairs + repaired * total)
+
+        def forward(segments: Sequence[Segment], more: int) -> float:
+            pairs = sum([s.num_rows * (s.start + s.stop) / 2 for s in segments])
+            return costs.of_forward(num_rows_of(segments) + more, pairs + more * total)
+
+        cost = forward(layout.live, num_selected(layout, config))
+        if layout.ahead:
+            cost += forward(layout.ahead, 0)
         if "mass" in needs:
-            again = min(layout.num_suffix, REREAD)
-            cost += config.probe_span[1] * costs.of_forward(live + again, pairs + again * total)
+            cost += config.probe_span[1] * forward(layout.live, min(layout.num_suffix, REREAD))
         if "deviation" in needs:
             cost += (CHECK_LAYER + 1) / self.num_layers * costs.of_forward(total, total * total / 2)
         return cost

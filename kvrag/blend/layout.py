@@ -21,7 +21,7 @@ from kvrag.kv.buffers import pinned
 from kvrag.prompt.plan import Plan
 from kvrag.types import Source, Sources
 
-Kind = Literal["history", "prefix", "chunk", "live"]
+Kind = Literal["history", "prefix", "chunk", "live", "filled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Segment:
     ----------
     kind
         ``prefix`` and ``chunk``: loaded from the store; ``history``: from an earlier request;
-        ``live``: computed.
+        ``live``: computed; ``filled``: live, computed before the probe.
     exact
         Whether the KV equals a full prefill's without repair; always false for live rows.
     source
@@ -101,6 +101,11 @@ class Layout:
         return [s for s in self.segments if s.kind == "live"]
 
     @cached_property
+    def ahead(self) -> list[Segment]:
+        """Segments to compute before the probe; see :meth:`filled`."""
+        return [s for s in self.segments if s.kind == "filled"]
+
+    @cached_property
     def num_live(self) -> int:
         """Number of rows to compute in any case."""
         return num_rows_of(self.live)
@@ -152,6 +157,17 @@ class Layout:
             replace(s, start=max(s.start, num_rows)) for s in self.segments if s.stop > num_rows
         ]
         return Layout((Segment(0, num_rows, "history", num_rows <= num_exact), *rest))
+
+    def filled(self, num_rows: int) -> Layout:
+        """Return the layout once live rows are computed, but for those among the last ``num_rows``."""
+        cut = self.num_tokens - num_rows
+        parts = [
+            [replace(s, kind="filled").head(cut - s.start), replace(s, start=max(s.start, cut))]
+            if s.kind == "live"
+            else [s]
+            for s in self.segments
+        ]
+        return Layout(tuple([s for each in parts for s in each if s.num_rows > 0]))
 
     def only_live(self) -> Layout:
         """Return the layout that computes every row."""

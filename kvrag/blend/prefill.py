@@ -15,7 +15,7 @@ from torch import Tensor
 from kvrag.blend.cost import CostModel
 from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, sources_of
-from kvrag.blend.repair import REREAD, deviation, may_shift, probe, repair
+from kvrag.blend.repair import REREAD, deviation, fill, filled, may_shift, probe, repair
 from kvrag.blend.reuse import joined_reasons, read
 from kvrag.blend.select import Signal, breaks_of, needs_of, select_rows
 from kvrag.blend.slide import SlidingWindow
@@ -277,6 +277,10 @@ def _blended(
             stitch(buffer, layout, kvs, rotary, skip=None if is_compared else selected)
     kvs.clear()  # the buffer holds a copy; don't keep the loaded KV while the model runs
     if selected is None:
+        layout = filled(layout, config)
+        if layout.ahead:
+            with clock.stage("prefill"), turn():
+                fill(model, buffer, layout, ids)
         with clock.stage("select"), turn():
             measured = _measured(model, buffer, layout, encoder, ids, config, needs)
             selected = select_rows(layout, config, **measured)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from kvrag.blend.covariance import RowCovariance
-from kvrag.blend.layout import Layout, uploaded
+from kvrag.blend.layout import Layout, num_rows_of, rows_of, uploaded
+from kvrag.blend.select import needs_of, num_selected
+from kvrag.config import RepairConfig
 from kvrag.model import CausalLM, StopForward
 from kvrag.model.linear import linear
 from kvrag.model.rope import Rotations
@@ -27,6 +29,23 @@ SHIFT_MAX_ROWS = 1024  # most observed rows, evenly spread: more would cost memo
 # Most rows at the end of the prompt that the probe reads twice. Buffers have room for them behind
 # the prompt.
 REREAD = 128
+
+
+def filled(layout: Layout, config: RepairConfig) -> Layout:
+    """Return the layout to probe and to repair.
+
+    Both compute the live rows. If those before the question, of chunks without stored KV, are more
+    than the rows to repair, they are computed once, before the probe.
+    """
+    found = layout.filled(REREAD)
+    is_worth = num_rows_of(found.ahead) > num_selected(layout, config)
+    return found if is_worth and "mass" in needs_of(layout, config) else layout
+
+
+def fill(model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: Tensor) -> None:
+    """Compute the rows to fill of a layout, which see the stitched rows unrepaired."""
+    rows = rows_of(layout.ahead)
+    model.forward(token_ids[rows], Rows.at(rows), buffer, logits=0)
 
 
 def probed_layers(span: tuple[float, float], num_layers: int) -> range:
@@ -211,15 +230,15 @@ class ResidualShift:
         """
         assert isinstance(self.span, slice)
         device = self.at.device
-        more = observed - len(self.at)
-        picked = uploaded(places, device)[self.picked]
-        picked, at = (torch.cat([x, x[-1:].expand(more)]) for x in (picked, self.at))
+        padded = self.padded(observed - len(self.at), self.weights.dtype)
+        picked = uploaded(places, device)[padded.picked]
         span = torch.zeros(shifted, dtype=torch.int64)
         span[: self.num_shifted] = torch.arange(self.span.start, self.span.stop)
         slots = span + start
         slots[self.num_shifted :] = spare
         span, slots = uploaded(torch.stack([span, slots]), device)
-        weights = torch.nn.functional.pad(self.weights, (0, more, 0, shifted - len(self.weights)))
+        weights = torch.nn.functional.pad(padded.weights, (0, 0, 0, shifted - self.num_shifted))
+        at = padded.at
         return ResidualShift(span, picked, at, weights, self.rotary, slots, at + start)
 
     def tensors(self) -> list[Tensor]:
@@ -234,12 +253,11 @@ class ResidualShift:
         """Set the weights to zero, so that nothing is shifted."""
         self.weights.zero_()
 
-    def for_tensor_cores(self, dtype: torch.dtype) -> ResidualShift:
-        """Return the same shift with weights of this dtype and the observed rows padded.
+    def padded(self, spare: int, dtype: torch.dtype) -> ResidualShift:
+        """Return the same shift with weights of a dtype, and ``spare`` more observed rows.
 
-        Their number becomes a multiple of 8 by repeating the last row with a weight of 0.
+        These repeat the last row with a weight of 0.
         """
-        spare = -len(self.at) % 8
         picked, at = (torch.cat([x, x[-1:].expand(spare)]) for x in (self.picked, self.at))
         return replace(
             self,
@@ -324,7 +342,8 @@ def repair(
             covariance or RowCovariance.of(buffer, layout), layout, rows, shift, rotary
         )
         if shifting is not None and model.device.type == "cuda":
-            shifting = shifting.for_tensor_cores(model.dtype)
+            # Tensor cores take rows by eight.
+            shifting = shifting.padded(-len(shifting.at) % 8, model.dtype)
     at = Rows.span(0, len(rows)) if len(rows) == layout.num_tokens else Rows.at(rows)
     found, _ = model.forward(token_ids[rows], at, buffer, logits=logits, before_write=shifting)
     return found.flatten()

@@ -26,7 +26,7 @@ from kvrag.model.rows import Rows
 
 BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 Time = Callable[[float, float], float]
-LENGTHS = (600, 1_200, 3_000, 6_000, 30_000)
+LENGTHS = (300, 600, 1_200, 3_000, 6_000, 30_000)
 SHARES = (0.25, 0.5, 0.9, 1.0)
 LIMIT = 1.05
 

@@ -371,7 +371,9 @@ def asked(tiny_dir):
     engine.close()
 
 
-@pytest.mark.parametrize("name", [*methods.PEERS, "sentences", "p.sentences", "int8.sentences"])
+@pytest.mark.parametrize(
+    "name", [*methods.PEERS, *methods.STORED, "sentences", "p.sentences", "int8.sentences"]
+)
 def test_a_method_repairs_and_answers(asked, name):
     budget = "0.2" if methods.METHODS[name].takes_budget else ""
     with torch.inference_mode():
