@@ -240,7 +240,7 @@ def proven(lm: CausalLM, fingerprint: str) -> CausalLM | PlainLM:
     A proof that an earlier process kept counts, too.
     """
     file = proof_file(lm, fingerprint)
-    if kept_proof(file) is not None:
+    if has_passed(Proof, file):
         return lm
     try:
         with Progress("proving that reuse is exact on this model, once"):
@@ -291,10 +291,8 @@ def kept_file(kind: str, lm: CausalLM, fingerprint: str, **versions: str) -> Pat
     return cache_dir() / f"{kind}s" / f"{name}.json"
 
 
-def kept_proof(file: Path) -> Proof | None:
-    """Read a passed proof; ``None`` if the file is missing, damaged or of a failed proof."""
+def has_passed(kind: Any, file: Path) -> bool:
+    """Whether a file keeps a finding of this kind that passed; not if it is missing or damaged."""
     with suppress(OSError, ValueError):
-        proof = TypeAdapter(Proof).validate_json(file.read_bytes())
-        if proof.passed:
-            return proof
-    return None
+        return bool(TypeAdapter(kind).validate_json(file.read_bytes(), strict=True).passed)
+    return False
