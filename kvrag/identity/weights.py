@@ -74,7 +74,7 @@ def source_identity(path: str, *, commit: str | None, options: Mapping[str, Any]
     else:
         origin = f"commit:{commit}" if commit else None
     if origin:
-        return digest("weights", {"origin": origin.encode(), "options": chosen.encode()})
+        return digest("weights", {"origin": origin, "options": chosen})
     return None
 
 

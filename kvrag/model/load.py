@@ -287,7 +287,7 @@ def kept_file(kind: str, lm: CausalLM, fingerprint: str, **versions: str) -> Pat
         "device": device,
         "attention": own_attention(lm.config),
     }
-    name = digest(kind, {key: value.encode() for key, value in fields.items()})
+    name = digest(kind, fields)
     return cache_dir() / f"{kind}s" / f"{name}.json"
 
 
