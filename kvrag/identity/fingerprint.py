@@ -109,7 +109,7 @@ def namespace_digest(namespace: str) -> str:
 
 
 def text_digest(text: str) -> str:
-    """Return the SHA-256 (hex) of a stripped chunk text."""
+    """Return the SHA-256 (hex) of a text, such as a chunk's, which is stripped."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
