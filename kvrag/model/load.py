@@ -87,7 +87,7 @@ def load(
 
 def _load(source: ModelSource, make_encoder: Callable[[Any, Any], Any] | None) -> LoadedModel:
     source.check()
-    given = source.model if isinstance(source.model, PreTrainedModel) else None
+    is_given = isinstance(source.model, PreTrainedModel)
     model, tokenizer = _load_parts(source)
     lm = accept(model)
     if lm.device.type == "cpu":
@@ -95,10 +95,11 @@ def _load(source: ModelSource, make_encoder: Callable[[Any, Any], Any] | None) -
     # Identified after a first forward, in which quantised layers may repack their weights and
     # adapters unmerge.
     with Progress(f"identifying the weights of {_label(source)}"):
-        if given is None:
+        if not is_given:
             use_own_products(model)  # may pack them, for seconds
         try:
-            weights = (origin_of(source, model) if given is None else None) or weights_digest(model)
+            origin = None if is_given else origin_of(source, model)
+            weights = origin or weights_digest(model)
         except UnsupportedModelError as error:
             lm = refuse(model, str(error))
             lm.pieces = Pieces("weights that can't be read can change without a sign")
