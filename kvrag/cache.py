@@ -8,6 +8,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from kvrag.config.address import absolute
+
 logger = logging.getLogger(__name__)
 
 VARIABLE = "KVRAG_CACHE_DIR"  # environment variable with the directory
@@ -34,7 +36,7 @@ def cache_dir() -> Path:
 @cache
 def _once(own: str) -> Path:
     # Resolved once: a change of the working directory must not change the place.
-    return Path(os.path.abspath(os.path.expanduser(own)))
+    return Path(absolute(own))
 
 
 @cache

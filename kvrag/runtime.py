@@ -84,12 +84,11 @@ def _after_fork(*, in_child: bool) -> None:
         thing.after_fork(in_child=in_child)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork,
-        after_in_parent=functools.partial(_after_fork, in_child=False),
-        after_in_child=functools.partial(_after_fork, in_child=True),
-    )
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=functools.partial(_after_fork, in_child=False),
+    after_in_child=functools.partial(_after_fork, in_child=True),
+)
 
 
 def host_memory() -> int:
@@ -116,14 +115,10 @@ def own_modes(function: Callable[P, T]) -> Callable[P, T]:
     def run(*values: P.args, **options: P.kwargs) -> T:
         import torch  # commands that need no model start without it
 
-        casting = [device for device in AUTOCASTING if torch.is_autocast_enabled(device)]
-        is_elsewhere = torch.get_default_device().type != "cpu"
-        if not casting and not is_elsewhere:
-            return function(*values, **options)
         with ExitStack() as stack:
-            for device in casting:
+            for device in filter(torch.is_autocast_enabled, AUTOCASTING):
                 stack.enter_context(torch.autocast(device, enabled=False))
-            if is_elsewhere:
+            if torch.get_default_device().type != "cpu":
                 stack.enter_context(torch.device("cpu"))
             return function(*values, **options)
 

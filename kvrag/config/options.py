@@ -133,6 +133,7 @@ Count = Annotated[int, Field(strict=True, ge=0)]
 Size = Annotated[Count, BeforeValidator(parse_bytes)]
 """Bytes, as a number or a string with a unit: ``"50MB"``, ``"2GiB"``."""
 Positive = Annotated[int, Field(strict=True, ge=1)]
+TopCount = Annotated[int, Field(strict=True, ge=0, le=20)]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
 NonNegative = Annotated[float, Field(strict=True, ge=0)]
 Bias = Annotated[float, Field(strict=True, ge=-100, le=100, allow_inf_nan=False)]
@@ -513,11 +514,11 @@ class SamplingConfig:
     logit_bias: Annotated[Mapping[int, float] | Sequence[tuple[int, float]] | None, _BIASES] = ()
     """Values added to the logits of tokens: a dict by token id, or pairs; from -100 (never) to 100
     (always)."""
-    logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    logprobs: TopCount | None = None
     """Return the log-probability of every answer token, and of this many of the likeliest tokens in
     its place. They come from the model's own logits, float32, before temperature, filters,
     penalties and biases."""
-    prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    prompt_logprobs: TopCount | None = None
     """Return the log-probability of every prompt token, too, and of this many of the likeliest
     tokens in its place. The prompt is then prefilled in full, because reused rows have no
     logits; the context window does not slide (``max_context``), and ``on_miss="store"`` stores

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from kvrag.config import (
 from kvrag.config.options import Switch
 from kvrag.prompt.explain import Watch
 from kvrag.prompt.template import PLAIN, Chat, Prompt
-from kvrag.prompt.tools import TEXT, ResponseFormat, answer_form
+from kvrag.prompt.tools import TEXT, JsonObject, ResponseFormat, answer_form
 from kvrag.types import Accounting, MaxContext, Mode
 
 Counted = TypeVar("Counted", bound=Accounting)
@@ -50,16 +50,16 @@ SUMMED = (
 class ReuseOptions:
     """Options of every request: how its prompt is rendered, and how stored KV is reused."""
 
-    tools: SkipValidation[Sequence[Mapping[str, Any]] | None] = None
+    tools: SkipValidation[Sequence[JsonObject] | None] = None
     """Functions that the answer may call, as OpenAI's dicts; the prompt must be chat messages."""
-    tool_choice: SkipValidation[str | Mapping[str, Any] | None] = None
+    tool_choice: SkipValidation[str | JsonObject | None] = None
     """Choice of tools: ``"auto"``, ``"none"``, ``"required"``, or a tool's name."""
-    response_format: SkipValidation[Mapping[str, Any] | None] = None
+    response_format: SkipValidation[JsonObject | None] = None
     """Form of the answer: ``{"type": "json_object"}``, or ``{"type": "json_schema", "json_schema":
     {"name": ..., "schema": ...}}``. Decoding is constrained so that the answer satisfies
     ``tool_choice`` and ``response_format`` unless ``max_new_tokens`` ends it early (needs the extra
     ``structured``)."""
-    chat_template_kwargs: SkipValidation[Mapping[str, Any] | None] = None
+    chat_template_kwargs: SkipValidation[JsonObject | None] = None
     """Variables for the chat template, for instance ``{"enable_thinking": False}``; they are added
     to the engine's."""
     continue_final_message: Switch | None = False
@@ -94,7 +94,7 @@ class ReuseOptions:
             return TEXT
         return answer_form(self.tools, self.tool_choice, self.response_format)
 
-    def chat(self, variables: Mapping[str, Any]) -> Chat:
+    def chat(self, variables: JsonObject) -> Chat:
         """Return the options for rendering chat messages, with ``variables`` of the engine."""
         return Chat(
             self.form.tools,

@@ -13,6 +13,10 @@ from functools import lru_cache
 from typing import Any
 
 from kvrag.errors import require
+from kvrag.prompt.tools import JsonObject
+
+# Schema, or a part of one, that is being rewritten.
+Schema = dict[str, Any]
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 # Enforced keywords that hold schemas: by name, or a single schema or a list.
@@ -36,7 +40,7 @@ _SOME_DIGIT = "^(?!^[-+.]*$)"
 _UUID = "^[0-9a-f]{8}-[0-9a-f]{4}-%s[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$"
 
 
-def enforceable(schema: Mapping[str, Any], missed: list[str]) -> dict[str, Any]:
+def enforceable(schema: JsonObject, missed: list[str]) -> Schema:
     """Return a schema of keywords that llguidance compiles.
 
     ``missed`` receives the names of keywords that had to be left out.
@@ -59,11 +63,11 @@ def enforceable(schema: Mapping[str, Any], missed: list[str]) -> dict[str, Any]:
         _take_counts(out, missed)
         return out
 
-    changed: dict[str, Any] = change(schema)
+    changed: Schema = change(schema)
     return changed
 
 
-def _take_names(out: dict[str, Any], definitions: Mapping[str, Any]) -> None:
+def _take_names(out: Schema, definitions: JsonObject) -> None:
     """Write the names of a ``dict`` with enumerated keys as properties that may be left out."""
     names = out.get("propertyNames", {})
     name = str(names.get("$ref")).removeprefix("#/$defs/")
@@ -75,7 +79,7 @@ def _take_names(out: dict[str, Any], definitions: Mapping[str, Any]) -> None:
         del out["propertyNames"]
 
 
-def _take_counts(out: dict[str, Any], missed: list[str]) -> None:
+def _take_counts(out: Schema, missed: list[str]) -> None:
     """Leave out limits on the number of properties where some are optional.
 
     llguidance does not count these.
@@ -85,7 +89,7 @@ def _take_counts(out: dict[str, Any], missed: list[str]) -> None:
         missed += [f"{name} where some are optional" for name in limits if out.pop(name, None)]
 
 
-def _take_formats(out: dict[str, Any]) -> None:
+def _take_formats(out: Schema) -> None:
     """Leave out keywords without effect, and write the version of a UUID as a pattern."""
     if out.get("uniqueItems") is False:
         del out["uniqueItems"]
@@ -98,7 +102,7 @@ def _take_formats(out: dict[str, Any]) -> None:
         out["pattern"] = _UUID % version[1]
 
 
-def _take_patterns(out: dict[str, Any], missed: list[str]) -> None:
+def _take_patterns(out: Schema, missed: list[str]) -> None:
     """Leave out patterns that can't be compiled: look-around and backreferences.
 
     The look-ahead of pydantic's decimal numbers is rewritten.

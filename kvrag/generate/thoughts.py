@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.request import Request
+from kvrag.prompt.marks import Tags
 from kvrag.prompt.template import PromptEncoder
 
 Decode = Callable[[Sequence[int]], str]
@@ -39,7 +40,7 @@ class Thoughts:
     prompt or the model; ``is_over``: whether the answer has begun.
     """
 
-    def __init__(self, tags: tuple[str, str], *, is_open: bool) -> None:
+    def __init__(self, tags: Tags, *, is_open: bool) -> None:
         self.opening, self._closing = tags
         self.is_open = is_open
         self.is_over = False
@@ -132,7 +133,7 @@ Form = Constraint | FormBehind
 
 
 def thoughts_in(
-    tags: tuple[str, str],
+    tags: Tags,
     request: Request,
     encoder: PromptEncoder,
     prompt_ids: Sequence[int],

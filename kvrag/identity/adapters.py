@@ -109,14 +109,15 @@ def adapters_digest(model: Module) -> str:
 
     Their order counts, their names don't. It is empty if no adapter is active.
     """
-    fields: dict[str, bytes] = {}
+    fields = dict[str, bytes | str]()
     for name, layer in adapter_layers(model):
         names, note = state_of(layer)
         parts = [content for adapter in names if (content := _content(layer, adapter))]
         if parts or note:
             entry = {str(index): part for index, part in enumerate(parts)}
-            entry |= {"type": type(layer).__name__.encode(), "note": note.encode()}
-            fields[plain_name(name)] = canonical(entry)
+            fields[plain_name(name)] = canonical(
+                {**entry, "type": type(layer).__name__, "note": note}
+            )
     if fields:
         return digest("adapters", fields)
     return ""
@@ -139,7 +140,7 @@ def settings_of(layer: Any, adapter: str) -> Iterator[tuple[str, Any]]:
 
 def _content(layer: Any, adapter: str) -> bytes:
     """Return the canonical bytes of an adapter in a layer; empty if the layer has no part of it."""
-    fields = dict[str, bytes]()
+    fields = dict[str, bytes | str]()
     for name, value in settings_of(layer, adapter):
         if isinstance(value, Module):
             fields |= {
@@ -149,9 +150,7 @@ def _content(layer: Any, adapter: str) -> bytes:
         elif isinstance(value, Tensor):
             fields[name] = tensor_bytes(value)
         else:  # other objects by their type, because their repr may contain an address
-            fields[name] = (
-                repr(value) if isinstance(value, PLAIN) else type(value).__qualname__
-            ).encode()
+            fields[name] = repr(value) if isinstance(value, PLAIN) else type(value).__qualname__
     if not fields:
         return b""
     for name, value in vars(layer).items():
@@ -160,5 +159,5 @@ def _content(layer: Any, adapter: str) -> bytes:
             and not name.startswith("_")
             and name not in _STATE
         ):
-            fields[f"layer.{name}"] = repr(value).encode()
+            fields[f"layer.{name}"] = repr(value)
     return canonical(fields)

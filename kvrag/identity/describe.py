@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvrag.identity.fingerprint import text_digest
+
 if TYPE_CHECKING:
     import torch
 
@@ -106,7 +108,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
             str(index): repr(token) for index, token in tokenizer.added_tokens_decoder.items()
         }
         parts["files"] = _vocabulary_files(tokenizer)
-    return hashlib.sha256(_json(parts).encode()).hexdigest()
+    return text_digest(_json(parts))
 
 
 def _vocabulary_files(tokenizer: Any) -> list[str]:

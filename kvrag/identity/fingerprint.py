@@ -20,8 +20,11 @@ from kvrag.types import ChunkIdentity, ChunkKey
 # Version of the stored bytes and of the keys; any change of either needs a new number.
 FORMAT_VERSION = 4
 
+# Values by name; a text stands for its bytes in UTF-8.
+Fields = Mapping[str, bytes | str]
 
-def canonical(fields: Mapping[str, bytes]) -> bytes:
+
+def canonical(fields: Fields) -> bytes:
     """Encode named fields so that different fields never give the same bytes.
 
     A field is ``u32 length of tag, tag, u64 length of value, value``, little endian; fields are in
@@ -31,18 +34,20 @@ def canonical(fields: Mapping[str, bytes]) -> bytes:
     for tag in sorted(fields):
         name = tag.encode()
         value = fields[tag]
+        if isinstance(value, str):
+            value = value.encode()
         parts += [struct.pack("<I", len(name)), name, struct.pack("<Q", len(value)), value]
     return b"".join(parts)
 
 
-def key_digest(domain: str, fields: Mapping[str, bytes]) -> str:
+def key_digest(domain: str, fields: Fields) -> str:
     """Return the SHA-256 (64 hex digits) of the canonical fields under a domain tag."""
     return hashlib.sha256(
-        canonical({**fields, "\0domain": f"kvrag/{FORMAT_VERSION}/{domain}".encode()})
+        canonical({**fields, "\0domain": f"kvrag/{FORMAT_VERSION}/{domain}"})
     ).hexdigest()
 
 
-def digest(domain: str, fields: Mapping[str, bytes]) -> str:
+def digest(domain: str, fields: Fields) -> str:
     """Return :func:`key_digest` with the name of the hash: ``sha256:...``."""
     return "sha256:" + key_digest(domain, fields)
 
@@ -78,13 +83,7 @@ class ModelIdentity:
         It is the ``model`` of every :class:`~kvrag.types.ChunkIdentity`.
         """
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        extra_keys = canonical(
-            {name: value.encode() for name, value in fields.pop("extra_keys").items()}
-        )
-        return digest(
-            "model",
-            {"extra_keys": extra_keys, **{name: text.encode() for name, text in fields.items()}},
-        )
+        return digest("model", fields | {"extra_keys": canonical(self.extra_keys)})
 
 
 def ids_bytes(token_ids: Sequence[int]) -> bytes:
@@ -106,11 +105,11 @@ def context_digest(token_ids: Sequence[int]) -> str:
 
 def namespace_digest(namespace: str) -> str:
     """Return the digest of a namespace's name; the name itself is not stored."""
-    return digest("namespace", {"name": namespace.encode()})
+    return digest("namespace", {"name": namespace})
 
 
 def text_digest(text: str) -> str:
-    """Return the SHA-256 (hex) of a stripped chunk text."""
+    """Return the SHA-256 (hex) of a text, such as a chunk's, which is stripped."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -119,7 +118,7 @@ def content_key(identity: ChunkIdentity) -> str:
     names = ("model", "namespace", "kv_dtype")
     fields = {
         "ids": ids_bytes(identity.token_ids),
-        **{name: getattr(identity, name).encode() for name in names},
+        **{name: getattr(identity, name) for name in names},
     }
     return key_digest("content", fields)
 
@@ -132,4 +131,4 @@ def chunk_key(identity: ChunkIdentity) -> ChunkKey:
         "prefix": identity.prefix,
         "context": identity.context,
     }
-    return ChunkKey(key_digest("chunk", {name: text.encode() for name, text in fields.items()}))
+    return ChunkKey(key_digest("chunk", fields))

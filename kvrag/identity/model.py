@@ -212,7 +212,7 @@ class LiveIdentity:
     def portable(self) -> str:
         """Digest of the parts that no machine or version changes, as of the latest fingerprint."""
         names = ("weights", "dtype", "quantisation", "adapters")
-        return digest("portable", {name: getattr(self._identity, name).encode() for name in names})
+        return digest("portable", {name: getattr(self._identity, name) for name in names})
 
     def with_extra_keys(self, extra_keys: Mapping[str, str]) -> LiveIdentity:
         """Return the identity of the same model with other extra keys."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvrag.cache import cache_dir, keep
-from kvrag.identity.fingerprint import digest
+from kvrag.identity.fingerprint import digest, text_digest
 
 # Files of a model's directory that are hashed.
 # They are the weights, the indexes of shards, an adapter's config, and the model's own code.
@@ -74,14 +74,14 @@ def source_identity(path: str, *, commit: str | None, options: Mapping[str, Any]
     else:
         origin = f"commit:{commit}" if commit else None
     if origin:
-        return digest("weights", {"origin": origin.encode(), "options": chosen.encode()})
+        return digest("weights", {"origin": origin, "options": chosen})
     return None
 
 
 def files_digest(files: Iterable[Path]) -> str:
     """Return a digest of the contents of files, regardless of their names and order."""
     found = "".join(sorted(map(file_digest, files)))
-    return f"files:{hashlib.sha256(found.encode()).hexdigest()}"
+    return f"files:{text_digest(found)}"
 
 
 def file_digest(file: Path) -> str:
@@ -105,7 +105,7 @@ def file_digest(file: Path) -> str:
 
 def _digest_file(file: Path, stamp: tuple[int, ...]) -> Path:
     """Return the file that a digest is remembered in."""
-    name = hashlib.sha256(json.dumps([os.path.realpath(file), *stamp]).encode()).hexdigest()
+    name = text_digest(json.dumps([os.path.realpath(file), *stamp]))
     return cache_dir() / "file-digests" / name
 
 
@@ -132,7 +132,7 @@ def kept_name(fingerprint: str) -> str | None:
 
 
 def _name_file(fingerprint: str) -> Path:
-    return cache_dir() / "models" / hashlib.sha256(fingerprint.encode()).hexdigest()
+    return cache_dir() / "models" / text_digest(fingerprint)
 
 
 def is_packed(tensor: Tensor) -> bool:

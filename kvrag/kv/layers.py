@@ -47,7 +47,7 @@ TENSORS = (
     "scales of values",
 )
 TENSOR = '"layer.%03d.%s":{"dtype":"%s","shape":[%d,%d,%d],"data_offsets":[%d,%d]}'
-Shape = tuple[int, int, int]  # (H_kv, T, D)
+Shape = tuple[int, ...]  # (H_kv, T, D)
 Shapes = tuple[tuple[Shape, Shape], ...]  # of keys and values, per layer
 
 

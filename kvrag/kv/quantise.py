@@ -58,7 +58,7 @@ def pack(kv: ChunkKV, kv_dtype: KVDtype) -> ChunkKV:
 def _pack_layer(layer: LayerKV, kv_dtype: KVDtype, index: int) -> LayerKV:
     keys = layer.keys.float()
     values = layer.values.float()
-    parts(kv_dtype, layer.keys.dtype, _shape(keys), _shape(values))  # raises for odd head dims
+    parts(kv_dtype, layer.keys.dtype, keys.shape, values.shape)  # raises for odd head dims
     for name, tensor in (("keys", keys), ("values", values)):
         low, high = torch.aminmax(tensor)
         if not (math.isfinite(low.item()) and math.isfinite(high.item())):
@@ -199,8 +199,3 @@ def _spread(x: Tensor, group: int, dim: int, size: int) -> Tensor:
     if x.shape[dim] == 1:
         return x
     return x.repeat_interleave(group, dim).narrow(dim, 0, size)
-
-
-def _shape(x: Tensor) -> tuple[int, int, int]:
-    heads, tokens, dim = x.shape
-    return heads, tokens, dim

@@ -87,7 +87,7 @@ def load(
 
 def _load(source: ModelSource, make_encoder: Callable[[Any, Any], Any] | None) -> LoadedModel:
     source.check()
-    given = source.model if isinstance(source.model, PreTrainedModel) else None
+    is_given = isinstance(source.model, PreTrainedModel)
     model, tokenizer = _load_parts(source)
     lm = accept(model)
     if lm.device.type == "cpu":
@@ -95,10 +95,11 @@ def _load(source: ModelSource, make_encoder: Callable[[Any, Any], Any] | None) -
     # Identified after a first forward, in which quantised layers may repack their weights and
     # adapters unmerge.
     with Progress(f"identifying the weights of {_label(source)}"):
-        if given is None:
+        if not is_given:
             use_own_products(model)  # may pack them, for seconds
         try:
-            weights = (origin_of(source, model) if given is None else None) or weights_digest(model)
+            origin = None if is_given else origin_of(source, model)
+            weights = origin or weights_digest(model)
         except UnsupportedModelError as error:
             lm = refuse(model, str(error))
             lm.pieces = Pieces("weights that can't be read can change without a sign")
@@ -240,7 +241,7 @@ def proven(lm: CausalLM, fingerprint: str) -> CausalLM | PlainLM:
     A proof that an earlier process kept counts, too.
     """
     file = proof_file(lm, fingerprint)
-    if kept_proof(file) is not None:
+    if has_passed(Proof, file):
         return lm
     try:
         with Progress("proving that reuse is exact on this model, once"):
@@ -287,14 +288,12 @@ def kept_file(kind: str, lm: CausalLM, fingerprint: str, **versions: str) -> Pat
         "device": device,
         "attention": own_attention(lm.config),
     }
-    name = digest(kind, {key: value.encode() for key, value in fields.items()})
+    name = digest(kind, fields)
     return cache_dir() / f"{kind}s" / f"{name}.json"
 
 
-def kept_proof(file: Path) -> Proof | None:
-    """Read a passed proof; ``None`` if the file is missing, damaged or of a failed proof."""
+def has_passed(kind: Any, file: Path) -> bool:
+    """Whether a file keeps a finding of this kind that passed; not if it is missing or damaged."""
     with suppress(OSError, ValueError):
-        proof = TypeAdapter(Proof).validate_json(file.read_bytes())
-        if proof.passed:
-            return proof
-    return None
+        return bool(TypeAdapter(kind).validate_json(file.read_bytes(), strict=True).passed)
+    return False

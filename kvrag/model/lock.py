@@ -301,10 +301,7 @@ class Clock:
 
     def begin(self) -> None:
         """Count the time since ``start`` as ``wait``: a thread started, or the caller idled."""
-        waited = time.perf_counter() - self.start
-        if waited > NOTABLE_S:
-            self._add("wait", waited)
-            self.stages.append(("wait", self.start, self.start + waited))
+        self._waited_since(self.start)
 
     @contextmanager
     def stage(self, name: str, *, least_s: float = 0.0) -> Iterator[None]:
@@ -327,11 +324,14 @@ class Clock:
         """Enter a context, and count the time until it is entered as ``wait``."""
         start = time.perf_counter()
         with turn as entered:
-            waited = time.perf_counter() - start
-            if waited > NOTABLE_S:
-                self._add("wait", waited)
-                self.stages.append(("wait", start, start + waited))
+            self._waited_since(start)
             yield entered
+
+    def _waited_since(self, start: float) -> None:
+        waited = time.perf_counter() - start
+        if waited > NOTABLE_S:
+            self._add("wait", waited)
+            self.stages.append(("wait", start, start + waited))
 
     def _add(self, name: str, seconds: float) -> None:
         self.timings_ms[name] = self.timings_ms.get(name, 0.0) + seconds * 1e3

@@ -254,7 +254,7 @@ class Limits:
 
     def lo(self, reach: Reach) -> Tensor | None:
         """Return the rows' first visible slots in a layer, int64 ``(R,)``; ``None`` is slot 0."""
-        if reach == EVERYTHING or reach.is_whole(self.num_keys):
+        if reach.is_whole(self.num_keys):
             return self.first
         lo = reach.lo(self.hi, self.hi if self.positions is None else self.positions)
         if self.first is None:

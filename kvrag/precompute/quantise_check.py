@@ -14,7 +14,6 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from kvrag.kv.quantise import pack
 from kvrag.metrics import MAX_MEAN_KL, MIN_TOP1, kl_divergence
 from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
-from kvrag.model.load import kept_file
+from kvrag.model.load import has_passed, kept_file
 from kvrag.model.rows import Rows
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.runtime import own_modes
@@ -114,7 +113,7 @@ class QuantiseCheck:
     def _check(self, loaded: LoadedModel, lm: CausalLM, fingerprint: str) -> None:
         kv_dtype = self.kv_dtype
         file = kept_file("verdict", lm, fingerprint, gate=str(VERSION), kv_dtype=kv_dtype)
-        if kept_verdict(file) is not None:
+        if has_passed(Verdict, file):
             return
         try:
             verdict = judge(loaded, lm, kv_dtype)
@@ -131,15 +130,6 @@ class QuantiseCheck:
             )
         logger.info("KV rounded to %s moves this model by %.2g nats", kv_dtype, verdict.mean_kl)
         keep(file, json.dumps(asdict(verdict)))
-
-
-def kept_verdict(file: Path) -> Verdict | None:
-    """Read a verdict that passed; ``None`` for anything else, such as a damaged file."""
-    try:
-        verdict = Verdict(**json.loads(file.read_text("utf-8")))
-        return verdict if verdict.passed else None
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 @torch.inference_mode()

@@ -15,7 +15,6 @@ from kvrag.config import Retention, StoreConfig
 from kvrag.errors import InputError, StoreError, is_out_of_memory
 from kvrag.identity.fingerprint import chunk_key, context_digest, ids_digest
 from kvrag.kv.quantise import pack
-from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
 from kvrag.model.rows import KVBuffer
 from kvrag.precompute.documents import (
@@ -84,7 +83,7 @@ class Precompute:
         self._config = config
         self._guard = guard or Guard()
         self._kept = kept
-        self._lm = loaded.lm if isinstance(loaded.lm, CausalLM) else loaded.reusable  # which raises
+        self._lm = loaded.reusable
         self._retention = retention
         self.is_asked_for = guard is None  # requested by the user, not by write-back
         self._prefix = NewChunk(

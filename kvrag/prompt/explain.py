@@ -134,49 +134,44 @@ def with_reason(plan: Plan, scanner: SpanIndex) -> Plan:
     return plan
 
 
-def likely_reason(text: str, lookup: Lookup, *, reads: bool = True) -> tuple[str, bool]:
-    """Return the likely reason why a prompt's text has no known chunk, and whether it is certain.
+def _sure_reason(text: str, lookup: Lookup, *, reads: bool = True) -> str | None:
+    """Return the certain reason why a prompt's text has no known chunk, if one is found.
 
     Stored texts are read only if ``reads``.
     """
     scanner = lookup.scanner
     texts = _texts(lookup) if reads else []
-    least = lookup.min_tokens
     if not len(scanner):
         return (
-            f"no chunk of {least} tokens or more is stored in this namespace: "
-            "precompute the texts first",
-            True,
+            f"no chunk of {lookup.min_tokens} tokens or more is stored in this namespace: "
+            "precompute the texts first"
         )
     proven = _proven(text, scanner, texts)
     if proven:
-        return proven, True
+        return proven
     if scanner.head_places(text):
         return (
             "a known chunk begins in this prompt and goes on otherwise: "
-            "its white space was changed, or it was edited or cut",
-            True,
+            "its white space was changed, or it was edited or cut"
         )
     if scanner.tail_places(text):
         return (
             "a known chunk ends in this prompt, cut at its beginning: "
-            "precompute the part that is shown",
-            True,
+            "precompute the part that is shown"
         )
     lines = [line.strip() for line in text.splitlines() if len(line.strip()) >= ANCHOR_CHARS]
     if any([line in each for each in texts for line in lines]):
         return (
-            "this prompt has parts of known chunks: precompute the parts, not the whole documents",
-            True,
+            "this prompt has parts of known chunks: precompute the parts, not the whole documents"
         )
-    unsure = (
-        f"rewritten, or shorter than {least} tokens or {ANCHOR_CHARS} characters "
-        "and so computed with each prompt"
-    )
+    return None
+
+
+def _unsure_reason(lookup: Lookup) -> str:
     return (
-        f"this prompt has no known chunk text: it is {unsure}, "
-        "or was precomputed in another namespace",
-        False,
+        "this prompt has no known chunk text: it is rewritten, or shorter than "
+        f"{lookup.min_tokens} tokens or {ANCHOR_CHARS} characters and so computed with each "
+        "prompt, or was precomputed in another namespace"
     )
 
 
@@ -218,11 +213,10 @@ class Watch:
             return
         missed = next((piece.reason for piece in chunks if piece.missed), None)
         is_last = self.num_without_hits == MANY
-        reason, is_sure = (
-            (missed, True) if missed else likely_reason(_live_text(plan), lookup, reads=is_last)
-        )
-        if is_sure or is_last:
+        reason = missed or _sure_reason(_live_text(plan), lookup, reads=is_last)
+        if reason or is_last:
             self._has_hit = True  # a single warning is enough
+            reason = reason or _unsure_reason(lookup)
             what = f"no stored chunk is reused, though there are some: {reason}"
             warnings.warn(f"{what}; see explain()", UserWarning, stacklevel=2)
 
@@ -238,7 +232,7 @@ def explain_plan(plan: Plan, mode: Mode, reason: str | None, lookup: Lookup) -> 
     found = None
     has_asked = plan.fault is None and plan.reason is None
     if has_asked and not any(span.kind == "chunk" for span in spans):
-        found = likely_reason(_live_text(plan), lookup)[0]
+        found = _sure_reason(_live_text(plan), lookup) or _unsure_reason(lookup)
     elif has_asked:
         found = plan.miss_reason or _proven(_live_text(plan), lookup.scanner, _texts(lookup))
     if found and found not in (reason or ""):

@@ -30,6 +30,8 @@ from kvrag.prompt.tools import Message
 _CLOSING = re.compile(
     r"</(\w+:)?(think|thinking|thought|thoughts|reasoning)>|\[/THINK\]|<\|END_THINKING\|>"
 )
+# Tags that open and close a thought.
+Tags = tuple[str, str]
 _DIGITS = 30
 _COUNT = 6
 _REST = 10  # first or last digits of a mark's nonce that reveal a mark that was cut
@@ -64,7 +66,7 @@ class TemplateFacts:
     roles: frozenset[str] = frozenset()
     variables: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
-    thought: tuple[str, str] | None = None
+    thought: Tags | None = None
 
 
 @lru_cache(maxsize=32)
@@ -89,7 +91,7 @@ def facts_of(source: str) -> TemplateFacts | None:
     )
 
 
-def _thought_in(source: str) -> tuple[str, str] | None:
+def _thought_in(source: str) -> Tags | None:
     closing = _CLOSING.search(source)
     if closing is None:
         return None

@@ -16,6 +16,7 @@ from typing import Any
 from kvrag.errors import InputError
 from kvrag.prompt.marks import (
     Marks,
+    Tags,
     TemplateFacts,
     facts_of,
     prove_shown,
@@ -196,7 +197,7 @@ class PromptEncoder(SegmentTokenizer):
         return found or TemplateFacts()
 
     @property
-    def thought_tags(self) -> tuple[str, str] | None:
+    def thought_tags(self) -> Tags | None:
         """Tags that open and close a thought in answers to chats, if the template has any."""
         return self.facts.thought
 

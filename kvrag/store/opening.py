@@ -5,7 +5,6 @@ Engines of a process share a catalog and a memory tier per directory, key and me
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -26,7 +25,7 @@ import torch
 from kvrag.config import StoreConfig
 from kvrag.config.address import HIDDEN, absolute, address, revealed
 from kvrag.errors import ConfigError, StoreError, StoreFormatError
-from kvrag.identity.fingerprint import FORMAT_VERSION
+from kvrag.identity.fingerprint import FORMAT_VERSION, text_digest
 from kvrag.kv.crypto import Keys
 from kvrag.runtime import host_memory
 from kvrag.store.base import Blobs, CatalogRows, MemoryBlobs
@@ -194,7 +193,7 @@ def _open_shared(kv_dir: StrPath, config: StoreConfig, keys: Keys, host: MemoryT
         blobs = open_url(url)
         rows = _rows(blobs, url, config.catalog, keys)
         if root is not None:
-            digest = hashlib.sha256(f"{url} {keys.id}".encode()).hexdigest()
+            digest = text_digest(f"{url} {keys.id}")
             blobs = CachedBlobs(
                 blobs,
                 # Copies that a power cut loses are fetched again.

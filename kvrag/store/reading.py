@@ -36,6 +36,9 @@ AT_ONCE_BYTES = 16 * 2**20
 # Minimum time for a look into memory: chunks there are returned however short the timeout is.
 LOOK_S = 0.05
 
+# Chunks in memory, holes of missing chunks, started reads; ``None``: no thread can read it.
+Looked = dict[ChunkIdentity, Loaded | Read | None]
+
 
 @dataclass(slots=True, eq=False)
 class Reader:
@@ -96,7 +99,7 @@ class Reader:
         look = Deadline(look_s)
         found = look.ask(
             partial(self._look, keys),
-            dict[ChunkIdentity, Loaded | Read | None](),
+            Looked(),
             what="the KV store",
         )
         # What the look took counts, but a look may take LOOK_S at any timeout.
@@ -146,9 +149,7 @@ class Reader:
             raise BlobRejected("it belongs to another chunk")
         return blob
 
-    def _look(
-        self, keys: Mapping[ChunkIdentity, ChunkKey]
-    ) -> dict[ChunkIdentity, Loaded | Read | None]:
+    def _look(self, keys: Mapping[ChunkIdentity, ChunkKey]) -> Looked:
         """Return chunks in memory, holes for missing chunks and started reads for the rest.
 
         ``None`` stands for a read that no thread can do.
@@ -156,8 +157,7 @@ class Reader:
         self.memory.follow()
         # Before the rows are read: a chunk that is erased from now on is not kept in memory.
         epochs = self.memory.epochs()
-        found: dict[ChunkIdentity, Loaded | Read | None]
-        found = {identity: self.memory.get(identity, key) for identity, key in keys.items()}
+        found: Looked = {identity: self.memory.get(identity, key) for identity, key in keys.items()}
         rest = {identity: key for identity, key in keys.items() if found[identity] is None}
         stored = self.catalog.stored(rest.values())
         for identity, key in rest.items():

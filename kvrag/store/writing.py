@@ -137,9 +137,7 @@ class Writer:
             write_all = map if self._far is None else POOL.ahead
             list(write_all(self._write_body, [job for job in jobs if job.result is None]))
             left = [job for job in jobs if job.result is None]
-            there = set[ChunkKey]()
-            if left:
-                there = self.catalog.confirm({job.record.key: job.revision or 0 for job in left})
+            there = self.catalog.confirm({job.record.key: job.revision or 0 for job in left})
             for job in left:
                 if job.record.key in there:
                     job.result = job.written

@@ -14,7 +14,7 @@ import kvrag.model.proof
 from kvrag import Chunk, ConfigError, KVRagEngine, UnsupportedModelError
 from kvrag.model import CausalLM
 from kvrag.model.forward import Forward, switched
-from kvrag.model.load import kept_proof, proof_file, proven
+from kvrag.model.load import has_passed, proof_file, proven
 from kvrag.model.plain import PlainLM
 from kvrag.model.proof import LIMIT, Check, Proof, prove
 from kvrag.model.rope import RotaryTable
@@ -329,7 +329,7 @@ def test_a_passed_proof_is_kept_and_a_damaged_one_is_made_again(count):
         assert proven(lm, "a fingerprint") is lm
     assert len(calls) == 1
     file = proof_file(lm, "a fingerprint")
-    assert kept_proof(file) == GOOD
+    assert has_passed(Proof, file)
     assert not list(file.parent.glob("*.tmp"))
     nan = GOOD.to_dict() | {"checks": [{**GOOD.to_dict()["checks"][0], "error": float("nan")}]}
     damaged = [
@@ -343,10 +343,10 @@ def test_a_passed_proof_is_kept_and_a_damaged_one_is_made_again(count):
     ]
     for made, text in enumerate(damaged, start=2):
         file.write_text(text)
-        assert kept_proof(file) is None
+        assert not has_passed(Proof, file)
         assert proven(lm, "a fingerprint") is lm
         assert len(calls) == made, text
-    assert kept_proof(file) == GOOD
+    assert has_passed(Proof, file)
 
 
 @pytest.mark.parametrize("is_good", [False, True])

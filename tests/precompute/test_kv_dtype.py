@@ -14,13 +14,13 @@ from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.evaluate.estimate import kept_bytes_per_token, shape_from_config
 from kvrag.identity.fingerprint import chunk_key, ids_digest, namespace_digest
 from kvrag.metrics import MIN_TOP1, kl_divergence
+from kvrag.model.load import has_passed
 from kvrag.precompute.quantise_check import (
     QuantiseCheck,
     Verdict,
     _same_top,
     draw_parts,
     judge,
-    kept_verdict,
 )
 from kvrag.testing.models import tiny_model
 from kvrag.types import ChunkIdentity
@@ -286,7 +286,7 @@ def test_a_verdict_is_kept_and_a_damaged_one_made_again(engine_of, cache_of_the_
     ):
         for file in (cache_of_the_run / "verdicts here" / "verdicts").iterdir():
             file.write_text(damage)
-            assert kept_verdict(file) is None
+            assert not has_passed(Verdict, file)
         calls.clear()
         make(engine_of, kv_dtype="int8").precompute(CHUNKS)
         assert calls == ["int8"]

@@ -34,6 +34,9 @@ from kvrag.types import ChunkKey, DocIds, TextEntry
 # Without documents, the text must have been registered.
 New = tuple[ChunkRecord, TextEntry | None, DocIds, Retention | None]
 
+# Revisions of chunks, as they were when a write or an erasure began.
+Revisions = Mapping[ChunkKey, int]
+
 DELETED = -1
 
 
@@ -135,7 +138,7 @@ class Catalog(Hits):
         return chunk.revision
 
     @one_step
-    def confirm(self, begun: Mapping[ChunkKey, int]) -> set[ChunkKey]:
+    def confirm(self, begun: Revisions) -> set[ChunkKey]:
         """Mark chunks as stored once their blobs exist, and return their keys.
 
         Chunks that were erased since :meth:`begin` returned these revisions are left out: another
@@ -178,7 +181,7 @@ class Catalog(Hits):
                     self._unrefer(chunk.namespace, doc_id, {text.digest})
 
     @one_step
-    def remove(self, erased: Mapping[ChunkKey, int]) -> int:
+    def remove(self, erased: Revisions) -> int:
         """Remove chunks after their blobs were erased; return how many were stored. Documents stay.
 
         ``erased`` is the result of :meth:`revisions` before the erasure: a chunk that was written
@@ -201,7 +204,7 @@ class Catalog(Hits):
         self,
         namespace: str,
         doc_id: str,
-        erased: Mapping[ChunkKey, int],
+        erased: Revisions,
         digests: Sequence[str] | None = None,
     ) -> bool:
         """Remove a document, and the chunks that only it refers to, after their blobs were erased.
