@@ -56,8 +56,8 @@ from kvrag import KVRagEngine, RepairConfig
 from kvrag.blend import repair as stages
 from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, place, rows_of
-from kvrag.blend.repair import REREAD, deviation, fill, filled, probe, repair
-from kvrag.blend.select import breaks_of, effective_ratio
+from kvrag.blend.repair import REREAD, deviation, fill, probe, repair
+from kvrag.blend.select import breaks_of, effective_ratio, filled
 from kvrag.blend.stitch import stitch
 from kvrag.evaluate.answers import wilson
 from kvrag.evaluate.questions import normalised

@@ -30,8 +30,8 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from kvrag.blend.layout import Layout, Segment, num_rows_of
-from kvrag.blend.repair import CHECK_LAYER, REREAD, filled
-from kvrag.blend.select import needs_of, num_selected
+from kvrag.blend.repair import CHECK_LAYER, REREAD
+from kvrag.blend.select import filled, needs_of, num_selected
 from kvrag.cache import keep
 from kvrag.config import RepairConfig
 from kvrag.identity.fingerprint import chunk_key

@@ -159,7 +159,7 @@ class Layout:
         return Layout((Segment(0, num_rows, "history", num_rows <= num_exact), *rest))
 
     def filled(self, num_rows: int) -> Layout:
-        """Return the layout once live rows are computed, but for those among the last ``num_rows``."""
+        """Return the layout whose live rows are computed, but those among the last ``num_rows``."""
         cut = self.num_tokens - num_rows
         parts = [
             [replace(s, kind="filled").head(cut - s.start), replace(s, start=max(s.start, cut))]

@@ -15,9 +15,9 @@ from torch import Tensor
 from kvrag.blend.cost import CostModel
 from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, sources_of
-from kvrag.blend.repair import REREAD, deviation, fill, filled, may_shift, probe, repair
+from kvrag.blend.repair import REREAD, deviation, fill, may_shift, probe, repair
 from kvrag.blend.reuse import joined_reasons, read
-from kvrag.blend.select import Signal, breaks_of, needs_of, select_rows
+from kvrag.blend.select import Signal, breaks_of, filled, needs_of, select_rows
 from kvrag.blend.slide import SlidingWindow
 from kvrag.blend.stitch import HistoryMatch, filling, stitch
 from kvrag.config import RepairConfig
@@ -266,6 +266,7 @@ def _blended(
     # Recorded forwards share the model with other requests.
     turn = partial(model.lock.unless, cancel, holds=buffer.start is None)
     needs = needs_of(layout, config)
+    whole, layout = layout, filled(layout, config)
     if not needs:  # select before stitching, so that selected rows needn't be stitched
         with clock.stage("select"):
             selected = select_rows(layout, config)
@@ -277,8 +278,7 @@ def _blended(
             stitch(buffer, layout, kvs, rotary, skip=None if is_compared else selected)
     kvs.clear()  # the buffer holds a copy; don't keep the loaded KV while the model runs
     if selected is None:
-        layout = filled(layout, config)
-        if layout.ahead:
+        if layout is not whole:
             with clock.stage("prefill"), turn():
                 fill(model, buffer, layout, ids)
         with clock.stage("select"), turn():

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from kvrag.blend.covariance import RowCovariance
-from kvrag.blend.layout import Layout, num_rows_of, rows_of, uploaded
-from kvrag.blend.select import needs_of, num_selected
-from kvrag.config import RepairConfig
+from kvrag.blend.layout import Layout, rows_of, uploaded
 from kvrag.model import CausalLM, StopForward
 from kvrag.model.linear import linear
 from kvrag.model.rope import Rotations
@@ -29,17 +27,6 @@ SHIFT_MAX_ROWS = 1024  # most observed rows, evenly spread: more would cost memo
 # Most rows at the end of the prompt that the probe reads twice. Buffers have room for them behind
 # the prompt.
 REREAD = 128
-
-
-def filled(layout: Layout, config: RepairConfig) -> Layout:
-    """Return the layout to probe and to repair.
-
-    Both compute the live rows. If those before the question, of chunks without stored KV, are more
-    than the rows to repair, they are computed once, before the probe.
-    """
-    found = layout.filled(REREAD)
-    is_worth = num_rows_of(found.ahead) > num_selected(layout, config)
-    return found if is_worth and "mass" in needs_of(layout, config) else layout
 
 
 def fill(model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: Tensor) -> None:

@@ -30,6 +30,9 @@ MOST_SHARE = 0.25
 # Largest share of a budget that ``query_runs`` spends on runs.
 RUNS_SHARE = 2 / 3
 
+# Most rows at the end of a prompt that are computed behind all others: its question.
+QUESTION = 128
+
 # Distance of a row from the row before it, by the break between them: none, between words, between
 # sentences or lines, a blank line. Over a distance of 1, attention counts e times less.
 DISTANCES = torch.tensor([0, 1 / 16, 1, 4], dtype=torch.float64)
@@ -226,6 +229,19 @@ def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
     if _num_heads(layout, config) < num_selected(layout, config) < layout.num_stale:
         return NEEDS.get(config.strategy, frozenset())
     return frozenset()
+
+
+def filled(layout: Layout, config: RepairConfig) -> Layout:
+    """Return the layout to probe and to repair.
+
+    Both compute the live rows. If those before the question, of chunks without stored KV, are more
+    than the rows to repair, they are computed once, before the probe.
+    """
+    before = layout.num_live - QUESTION
+    # Most prompts end with the first comparison.
+    if before > 0 and before > num_selected(layout, config) and "mass" in needs_of(layout, config):
+        return layout.filled(QUESTION)
+    return layout
 
 
 def select_rows(layout: Layout, config: RepairConfig, **measured: Any) -> Tensor:

@@ -10,7 +10,8 @@ from texts import asking, make_chunks
 from kvrag import RepairConfig
 from kvrag.blend.cost import Costs, Price
 from kvrag.blend.layout import Layout, Segment, place, rows_of
-from kvrag.blend.repair import REREAD, fill, filled
+from kvrag.blend.repair import fill
+from kvrag.blend.select import QUESTION, filled
 from kvrag.model import CausalLM
 from kvrag.model.rows import Rows
 
@@ -24,11 +25,11 @@ LAYOUT = place(
         (460, "live", False, -1, False),
     ]
 )
-CUT = 1064 - REREAD
+CUT = 1064 - QUESTION
 
 
 def test_live_rows_but_the_last_ones_are_filled():
-    found = LAYOUT.filled(REREAD)
+    found = LAYOUT.filled(QUESTION)
     assert [(s.start, s.stop, s.kind) for s in found.segments] == [
         (0, 300, "filled"),
         (300, 302, "filled"),
@@ -37,9 +38,9 @@ def test_live_rows_but_the_last_ones_are_filled():
         (604, CUT, "filled"),
         (CUT, 1064, "live"),
     ]
-    assert (found.num_live, found.num_suffix, found.num_stale) == (REREAD, REREAD, 300)
+    assert (found.num_live, found.num_suffix, found.num_stale) == (QUESTION, QUESTION, 300)
     short = place([(300, "chunk", False, 0, False), (40, "live", False, -1, False)])
-    assert short.filled(REREAD) == short
+    assert short.filled(QUESTION) == short
 
 
 @pytest.mark.parametrize("missing", [70, 80])
@@ -48,7 +49,7 @@ def test_rows_are_filled_where_they_are_more_than_those_to_repair(missing):
         [
             (missing, "live", False, -1, False),
             (300, "chunk", False, 0, False),
-            (REREAD, "live", False, -1, False),
+            (QUESTION, "live", False, -1, False),
         ]
     )
     assert bool(filled(layout, RepairConfig()).ahead) == (missing > 75)
@@ -60,7 +61,7 @@ def test_filled_rows_have_seen_the_stitched_rows():
     """Rows in front of the first chunk are exact; those behind are as if nothing were repaired."""
     lm = lm_of()
     ids = torch.randint(1, 90, (1064,), generator=torch.Generator().manual_seed(3))
-    layout = LAYOUT.filled(REREAD)
+    layout = LAYOUT.filled(QUESTION)
     exact, once, found = (lm.buffer(1064) for _ in range(3))
     lm.forward(ids, Rows.span(0, 1064), exact)
     for buffer in (once, found):
@@ -94,7 +95,7 @@ def test_a_missing_chunk_is_computed_once(engine_of, monkeypatch):
     found = engine.prefill(prompt, mode="stitch")
     for row, source in enumerate(s for s, size in whole.sources for _ in range(size)):
         if source == "computed":
-            assert count[row] == (1 if row < whole.prompt_tokens - REREAD else 2)
+            assert count[row] == (1 if row < whole.prompt_tokens - QUESTION else 2)
     assert "prefill" in found.timings_ms
     assert found.computed_tokens == whole.computed_tokens
     assert 0 < found.repaired_tokens < whole.computed_tokens
@@ -103,8 +104,8 @@ def test_a_missing_chunk_is_computed_once(engine_of, monkeypatch):
 def test_the_price_counts_missing_rows_once():
     costs = Costs(((0.0,), (100.0,)), row=1, pair=0, each={})
     price = Price(costs, RepairConfig(), 30)
-    ahead = 1064 - 300 - REREAD
-    twice = 0.8 * (100 + 2 * REREAD)
-    assert price.of_forwards(LAYOUT) == pytest.approx(100 + ahead + twice + 100 + REREAD + 75)
+    ahead = 1064 - 300 - QUESTION
+    twice = 0.8 * (100 + 2 * QUESTION)
+    assert price.of_forwards(LAYOUT) == pytest.approx(100 + ahead + twice + 100 + QUESTION + 75)
     few = Layout((*LAYOUT.segments[2:4], Segment(604, 644, "live")))
     assert price.of_forwards(few) == pytest.approx(0.8 * (100 + 42 + 42) + 100 + 42 + 75)
