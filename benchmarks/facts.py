@@ -234,8 +234,10 @@ class Case:
             rotary, buffer = self.lm.rotary(layout.num_tokens), self.lm.buffer(layout.num_tokens)
             with Clock() as clock:
                 stitch(buffer, layout, kvs, rotary)
-                if method.fills and method.probes and filled(layout, RepairConfig()).ahead:
-                    layout = filled(layout, RepairConfig())
+                whole = layout
+                if method.fills and method.probes:
+                    layout = filled(whole, RepairConfig(), 0)
+                if layout is not whole:
                     fill(self.lm, buffer, layout, self.ids)
             self._stitched[key] = buffer, layout, rotary, clock.seconds
         return self._stitched[key]

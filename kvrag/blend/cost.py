@@ -44,6 +44,7 @@ from kvrag.model.steps import scratch
 from kvrag.progress import Progress
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
+from kvrag.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,11 @@ class Costs:
             return self
         return replace(self, each={**self.each, name: took / count})
 
+    @property
+    def floor(self) -> float:
+        """Number of rows that take as long as a forward takes for itself."""
+        return self.forwards[1][0] / max(self.row, 1e-9)
+
     def of_forward(self, rows: float, pairs: float) -> float:
         """Return the cost of a forward over ``rows`` rows with ``pairs`` (row, key) pairs."""
         known = float(np.interp(rows, *self.forwards)) + pairs * self.pair
@@ -143,9 +149,7 @@ class Price:
         loaded = self.loaded({segment.source for segment in layout.reused})
         cost = self.of_forwards(layout) + costs.of("stitch") * layout.num_reused
         cost += sum([costs.of(tier) * rows for tier, rows in loaded.items()])
-        if layout.stale:
-            return cost + costs.of("request")
-        return cost
+        return cost + costs.of("request") * bool(layout.stale)
 
     def loaded(self, sources: Collection[int]) -> Counter[str]:
         """Return the number of rows loaded from each tier. Chunks are loaded whole."""
@@ -163,12 +167,14 @@ class Price:
         costs = self.costs
         config = self.config
         needs = needs_of(layout, config)
-        layout = filled(layout, config)
+        layout = filled(layout, config, costs.floor)
         total = layout.num_tokens
 
         def forward(segments: Sequence[Segment], more: int) -> float:
-            pairs = sum([s.num_rows * (s.start + s.stop) / 2 for s in segments])
-            return costs.of_forward(num_rows_of(segments) + more, pairs + more * total)
+            return costs.of_forward(
+                num_rows_of(segments) + more,
+                sum([s.num_rows * (s.start + s.stop) / 2 for s in segments]) + more * total,
+            )
 
         cost = forward(layout.live, num_selected(layout, config))
         if layout.ahead:
@@ -191,8 +197,7 @@ class Price:
         reuse = self._lean(layout)
         exact = self._lean(Layout(tuple(without)))
         price = self.of(reuse)
-        other = self.of(exact)
-        if layout.stale and (not reuse.stale or price >= MARGIN * other):
+        if layout.stale and (not reuse.stale or price >= MARGIN * self.of(exact)):
             return exact, self._reason(layout, exact)
         count = len({s.source for s in layout.reused} - {s.source for s in reuse.reused})
         if not count:
@@ -263,13 +268,11 @@ class CostModel:
         """Return the cost model for layouts of a plan; ``None`` for a plan without stored KV."""
         if not plan.identities:
             return None
-        stored = list[tuple[str, int]]()
-        for identity in plan.identities:
-            key = chunk_key(identity)
-            tier = next(
-                (tier.name for tier in store.tiers if tier.identity(key) is not None), store.name
-            )
-            stored.append((tier, len(identity.token_ids)))
+
+        def tier_of(key: ChunkKey) -> str:
+            return next((t.name for t in store.tiers if t.identity(key) is not None), store.name)
+
+        stored = [(tier_of(chunk_key(each)), len(each.token_ids)) for each in plan.identities]
         return Price(self.known(), config, self._loaded.reusable.depth, stored)
 
     def learn(
@@ -322,7 +325,7 @@ class CostModel:
             return
         self.costs = None
         with suppress(OSError):
-            self._file.unlink(missing_ok=True)
+            self._file.unlink()
         self._patience *= 2
         self._misses = self._refusals = 0
 

@@ -127,7 +127,7 @@ class Layout:
 
     @property
     def num_suffix(self) -> int:
-        """Number of rows after the last reused segment: the question and the template's tail."""
+        """Number of rows behind all that is not live: the question and the template's tail."""
         return self.num_tokens - max([s.stop for s in self.segments if s.kind != "live"], default=0)
 
     @property
@@ -158,16 +158,11 @@ class Layout:
         ]
         return Layout((Segment(0, num_rows, "history", num_rows <= num_exact), *rest))
 
-    def filled(self, num_rows: int) -> Layout:
-        """Return the layout whose live rows are computed, but those among the last ``num_rows``."""
-        cut = self.num_tokens - num_rows
-        parts = [
-            [replace(s, kind="filled").head(cut - s.start), replace(s, start=max(s.start, cut))]
-            if s.kind == "live"
-            else [s]
-            for s in self.segments
-        ]
-        return Layout(tuple([s for each in parts for s in each if s.num_rows > 0]))
+    def filled(self) -> Layout:
+        """Return the layout whose live rows are computed, but those of the last segment."""
+        *before, question = self.segments
+        segments = [replace(s, kind="filled") if s.kind == "live" else s for s in before]
+        return Layout((*segments, question))
 
     def only_live(self) -> Layout:
         """Return the layout that computes every row."""

@@ -35,6 +35,10 @@ from kvrag.types import ChunkKV, Exactness, Hole, KVDtype, Mode, Source, Sources
 logger = logging.getLogger(__name__)
 
 
+# Rows that take about as long as a forward takes for itself, where that was not measured: on a CPU,
+# and on other devices.
+FLOORS = 64, 512
+
 # Finds the rows of earlier requests that a prompt begins with.
 FindHistory = Callable[..., HistoryMatch | None]
 
@@ -219,6 +223,7 @@ def prefill(
             clock,
             cancel,
             logits=min(1, max_new_tokens),
+            floor=price.costs.floor if price else FLOORS[model.device.type != "cpu"],
         )
     if price is not None:
         with clock.stage("price", least_s=NOTABLE_S):
@@ -257,16 +262,17 @@ def _blended(
     cancel: Cancel,
     *,
     logits: int,
+    floor: float,
 ) -> tuple[Tensor, Tensor]:
     """Stitch, select and repair; return the repaired rows and the last row's logits, if wanted.
 
-    ``kvs`` is emptied on the way.
+    ``kvs`` is emptied on the way. ``floor`` is that of :func:`~kvrag.blend.select.filled`.
     """
     selected = covariance = rotary = None
     # Recorded forwards share the model with other requests.
     turn = partial(model.lock.unless, cancel, holds=buffer.start is None)
     needs = needs_of(layout, config)
-    whole, layout = layout, filled(layout, config)
+    whole, layout = layout, filled(layout, config, floor)
     if not needs:  # select before stitching, so that selected rows needn't be stitched
         with clock.stage("select"):
             selected = select_rows(layout, config)
@@ -278,10 +284,9 @@ def _blended(
             stitch(buffer, layout, kvs, rotary, skip=None if is_compared else selected)
     kvs.clear()  # the buffer holds a copy; don't keep the loaded KV while the model runs
     if selected is None:
-        if layout is not whole:
-            with clock.stage("prefill"), turn():
-                fill(model, buffer, layout, ids)
         with clock.stage("select"), turn():
+            if layout is not whole:
+                fill(model, buffer, layout, ids)
             measured = _measured(model, buffer, layout, encoder, ids, config, needs)
             selected = select_rows(layout, config, **measured)
             covariance = measured.get("covariance")

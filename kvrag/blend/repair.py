@@ -2,7 +2,8 @@
 
 All strategies share a single forward (:meth:`kvrag.model.CausalLM.forward`) over the selected rows,
 the glue and the suffix, at their own positions and with an exact causal mask per row. The logits of
-its last row choose the first answer token, so no other forward is needed before decoding.
+its last row choose the first answer token, so no other forward is needed before decoding. Many
+rows without stored KV are computed earlier, by :func:`fill`.
 """
 
 from __future__ import annotations

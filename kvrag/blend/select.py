@@ -30,9 +30,6 @@ MOST_SHARE = 0.25
 # Largest share of a budget that ``query_runs`` spends on runs.
 RUNS_SHARE = 2 / 3
 
-# Most rows at the end of a prompt that are computed behind all others: its question.
-QUESTION = 128
-
 # Distance of a row from the row before it, by the break between them: none, between words, between
 # sentences or lines, a blank line. Over a distance of 1, attention counts e times less.
 DISTANCES = torch.tensor([0, 1 / 16, 1, 4], dtype=torch.float64)
@@ -231,16 +228,17 @@ def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
     return frozenset()
 
 
-def filled(layout: Layout, config: RepairConfig) -> Layout:
+def filled(layout: Layout, config: RepairConfig, floor: float) -> Layout:
     """Return the layout to probe and to repair.
 
     Both compute the live rows. If those before the question, of chunks without stored KV, are more
-    than the rows to repair, they are computed once, before the probe.
+    than the rows to repair, they are computed once, before the probe. They must also be more than
+    the ``floor``, the rows that take as long as a forward takes for itself.
     """
-    before = layout.num_live - QUESTION
+    before = layout.num_live - layout.segments[-1].num_rows
     # Most prompts end with the first comparison.
-    if before > 0 and before > num_selected(layout, config) and "mass" in needs_of(layout, config):
-        return layout.filled(QUESTION)
+    if before > floor and "mass" in needs_of(layout, config):
+        return layout.filled() if before > num_selected(layout, config) else layout
     return layout
 
 

@@ -26,7 +26,7 @@ from kvrag.model.rows import Rows
 
 BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 Time = Callable[[float, float], float]
-LENGTHS = (300, 600, 1_200, 3_000, 6_000, 30_000)
+LENGTHS = (200, 600, 1_200, 3_000, 6_000, 30_000)
 SHARES = (0.25, 0.5, 0.9, 1.0)
 LIMIT = 1.05
 
@@ -108,11 +108,14 @@ class Device:
         each = {"host": 1e-4, "stitch": self.copy, "request": self.request}
         own = Own(((0.0,), (0.0,)), 0.0, 0.0, each)
         object.__setattr__(own, "of_forward", self.time)
+        own.__dict__["floor"] = price.costs.floor
         return replace(price, costs=own).of(layout)
 
 
 class Own(Costs):
-    """A device's own costs."""
+    """A device's own costs; what is computed ahead is decided by those that were measured."""
+
+    floor = 0.0
 
 
 H200 = {1: 8.3, 16: 8.3, 64: 9.0, 192: 10.7, 512: 17.1, 1024: 30.0, 1536: 43.6, 2048: 58.0}

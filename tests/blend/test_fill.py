@@ -1,6 +1,8 @@
 """Chunks without stored KV are computed once, before the probe, where the repair would cost less than to compute them twice."""
 
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,60 +10,66 @@ from kit import lm_of
 from texts import asking, make_chunks
 
 from kvrag import RepairConfig
+from kvrag.blend import prefill as stage
 from kvrag.blend.cost import Costs, Price
-from kvrag.blend.layout import Layout, Segment, place, rows_of
-from kvrag.blend.repair import fill
-from kvrag.blend.select import QUESTION, filled
+from kvrag.blend.layout import place, rows_of
+from kvrag.blend.repair import REREAD, fill
+from kvrag.blend.select import filled
 from kvrag.model import CausalLM
+from kvrag.model.lock import Clock
 from kvrag.model.rows import Rows
+from kvrag.testing.models import tiny_model
 
-#   missing 0:300 | glue 300:302 | chunk 302:602 | glue 602:604 | missing 604:904, glue, question 904:1064
+#   missing 0:300 | glue 300:302 | chunk 302:602 | glue 602:604 | missing 604:904 | question 904:1064
 LAYOUT = place(
     [
         (300, "live", False, -1, False),
         (2, "live", False, -1, False),
         (300, "chunk", False, 0, False),
         (2, "live", False, -1, False),
-        (460, "live", False, -1, False),
+        (300, "live", False, -1, False),
+        (160, "live", False, -1, False),
     ]
 )
-CUT = 1064 - QUESTION
+AHEAD = 604
 
 
-def test_live_rows_but_the_last_ones_are_filled():
-    found = LAYOUT.filled(QUESTION)
+def test_live_rows_but_the_question_are_filled():
+    found = LAYOUT.filled()
     assert [(s.start, s.stop, s.kind) for s in found.segments] == [
         (0, 300, "filled"),
         (300, 302, "filled"),
         (302, 602, "chunk"),
         (602, 604, "filled"),
-        (604, CUT, "filled"),
-        (CUT, 1064, "live"),
+        (604, 904, "filled"),
+        (904, 1064, "live"),
     ]
-    assert (found.num_live, found.num_suffix, found.num_stale) == (QUESTION, QUESTION, 300)
+    assert (found.num_live, found.num_suffix, found.num_stale) == (160, 160, 300)
     short = place([(300, "chunk", False, 0, False), (40, "live", False, -1, False)])
-    assert short.filled(QUESTION) == short
+    assert short.filled() == short
 
 
 @pytest.mark.parametrize("missing", [70, 80])
 def test_rows_are_filled_where_they_are_more_than_those_to_repair(missing):
+    """A question of any length is left to the repair."""
     layout = place(
         [
             (missing, "live", False, -1, False),
             (300, "chunk", False, 0, False),
-            (QUESTION, "live", False, -1, False),
+            (500, "live", False, -1, False),
         ]
     )
-    assert bool(filled(layout, RepairConfig()).ahead) == (missing > 75)
+    assert bool(filled(layout, RepairConfig(), 0).ahead) == (missing > 75)
+    assert filled(layout, RepairConfig(), 80) == layout, "a forward more would take longer"
     for strategy in ("none", "all", "hkvd"):
-        assert filled(layout, RepairConfig(strategy=strategy)) == layout, "nothing probes"
+        assert filled(layout, RepairConfig(strategy=strategy), 0) == layout, "nothing probes"
 
 
 def test_filled_rows_have_seen_the_stitched_rows():
     """Rows in front of the first chunk are exact; those behind are as if nothing were repaired."""
     lm = lm_of()
     ids = torch.randint(1, 90, (1064,), generator=torch.Generator().manual_seed(3))
-    layout = LAYOUT.filled(QUESTION)
+    layout = LAYOUT.filled()
     exact, once, found = (lm.buffer(1064) for _ in range(3))
     lm.forward(ids, Rows.span(0, 1064), exact)
     for buffer in (once, found):
@@ -75,7 +83,7 @@ def test_filled_rows_have_seen_the_stitched_rows():
         for own, whole, stale in zip(*(b.layers[layer] for b in (found, exact, once)), strict=True):
             torch.testing.assert_close(own[:, :, :302], whole[:, :, :302], atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(own[:, :, rows], stale[:, :, rows], atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(found.keys(1)[:, :, 604:CUT], exact.keys(1)[:, :, 604:CUT], atol=0.01)
+    assert not torch.allclose(found.keys(1)[:, :, 604:904], exact.keys(1)[:, :, 604:904], atol=0.01)
 
 
 def test_a_missing_chunk_is_computed_once(engine_of, monkeypatch):
@@ -93,10 +101,10 @@ def test_a_missing_chunk_is_computed_once(engine_of, monkeypatch):
 
     monkeypatch.setattr(CausalLM, "forward", forward)
     found = engine.prefill(prompt, mode="stitch")
+    last = whole.prompt_tokens - whole.sources[-1][1]
     for row, source in enumerate(s for s, size in whole.sources for _ in range(size)):
         if source == "computed":
-            assert count[row] == (1 if row < whole.prompt_tokens - QUESTION else 2)
-    assert "prefill" in found.timings_ms
+            assert count[row] == (1 if row < last else 2)
     assert found.computed_tokens == whole.computed_tokens
     assert 0 < found.repaired_tokens < whole.computed_tokens
 
@@ -104,8 +112,59 @@ def test_a_missing_chunk_is_computed_once(engine_of, monkeypatch):
 def test_the_price_counts_missing_rows_once():
     costs = Costs(((0.0,), (100.0,)), row=1, pair=0, each={})
     price = Price(costs, RepairConfig(), 30)
-    ahead = 1064 - 300 - QUESTION
-    twice = 0.8 * (100 + 2 * QUESTION)
-    assert price.of_forwards(LAYOUT) == pytest.approx(100 + ahead + twice + 100 + QUESTION + 75)
-    few = Layout((*LAYOUT.segments[2:4], Segment(604, 644, "live")))
-    assert price.of_forwards(few) == pytest.approx(0.8 * (100 + 42 + 42) + 100 + 42 + 75)
+    twice = 0.8 * (100 + 160 + REREAD)
+    assert price.of_forwards(LAYOUT) == pytest.approx(100 + AHEAD + twice + 100 + 160 + 75)
+    slow = replace(costs, forwards=((0.0,), (1000.0,)))
+    probe = 0.8 * (1000 + AHEAD + 160 + REREAD)
+    both = probe + 1000 + AHEAD + 160 + 75
+    assert replace(price, costs=slow).of_forwards(LAYOUT) == pytest.approx(both)
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3n_text", "gemma4_text", "bloom"])
+def test_over_exact_rows_everything_is_exact(monkeypatch, name, is_recorded):
+    """Where the stitched rows equal a full prefill's, so do all others, and the logits."""
+    lm = CausalLM(tiny_model(name))
+    sizes = [60, -40, 2, 70, -40, 2, 90, -30, 20]  # negative: stored
+    layout = place(
+        [
+            (abs(n), "chunk" if n < 0 else "live", False, i if n < 0 else -1, False)
+            for i, n in enumerate(sizes)
+        ]
+    )
+    count = layout.num_tokens
+    ids = torch.randint(3, 60, (count,), generator=torch.Generator().manual_seed(3))
+    exact = lm.buffer(count)
+    logits, _ = lm.forward(ids, Rows.span(0, count), exact)
+    run = None
+    if is_recorded:
+        if not lm.can_share_forwards:
+            pytest.skip("it computes one request at a time")
+        lm.record(4096, record=lambda compute: (compute(), compute)[1])
+        run = lm.recorded.pool.take(count + REREAD)
+    buffer = lm.buffer(count + REREAD, run=run)
+    pairs = list(zip(buffer.layers, exact.layers, strict=True))
+    for own, _ in pairs:
+        for each in own:
+            each.fill_(300.0)
+
+    def stitch(*_, **__):
+        for segment in layout.reused:
+            rows = slice(segment.start, segment.stop)
+            for own, whole in pairs:
+                for each, other in zip(own, whole, strict=True):
+                    each[:, :, rows] = other[:, :, rows]
+
+    monkeypatch.setattr(stage, "stitch", stitch)
+    encoder = SimpleNamespace(token_texts=lambda ids: ["ab "] * len(ids))
+    config = RepairConfig(recompute_ratio=0.2)
+    assert filled(layout, config, 0).ahead
+    prompt = lm, buffer, layout, encoder, ids, config, [], Clock(), None
+    selected, found = stage._blended(*prompt, logits=1, floor=0)
+    assert 0 < len(selected) < layout.num_stale
+    torch.testing.assert_close(found, logits.flatten(), atol=2e-3, rtol=0)
+    for own, whole in pairs:
+        for each, other in zip(own, whole, strict=True):
+            torch.testing.assert_close(
+                each[:, :, : count - 1], other[:, :, : count - 1], atol=2e-3, rtol=0
+            )
