@@ -37,7 +37,7 @@ def build(args: ServingConfig | Options) -> Application:
 
     config = args if isinstance(args, ServingConfig) else _config(args)
     with closing(config.open()) as engine:  # raises on invalid options
-        config = replace(config, model=engine.source.model)  # replicas run in other directories
+        config = replace(config, model=str(engine.source.model))  # replicas run elsewhere
     replica = serve.deployment(Replica).options(**_of_replicas(config)).bind(asdict(config))
     front = serve.deployment(Front).options(
         num_replicas=config.fronts, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
