@@ -379,13 +379,13 @@ def key_options() -> Given:
     return {}
 
 
-def store_options(kv_dir: str) -> Given:
+def store_options(kv_dir: str, *, plain: bool = False) -> Given:
     """Return the options of :class:`kvrag.StoreConfig` for key and catalog in the environment.
 
-    A directory has its catalog in it, whatever the environment names.
+    A directory has its catalog in it, whatever the environment names. ``plain``: without a key.
     """
     catalog = os.environ.get("KVRAG_CATALOG", "") if "://" in kv_dir else ""
-    return {"catalog": catalog or None} | key_options()
+    return {"catalog": catalog or None} | ({} if plain else key_options())
 
 
 def loading_options(engine: Given) -> Given:

@@ -24,13 +24,13 @@ from kvrag.cli.options import (
     Namespace,
     Words,
     is_on_command_line,
-    key_options,
     parse_bytes,
     store_options,
     takes,
 )
 from kvrag.cli.output import fail, grid, show
 from kvrag.config import StoreConfig
+from kvrag.config.address import address
 from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.evaluate.estimate import human_bytes
 
@@ -339,7 +339,7 @@ def rm(
 
         space = store.names.namespace(namespace)
         known = store.catalog.documents(space)
-        below = [name for each in collection or () for name in members(known, each)]
+        below = [name for each in collection or () for name in members(known, each) or [f"{each}/"]]
         erased = {
             name: store.forget(space, name) for name in dict.fromkeys([*(document or ()), *below])
         }
@@ -379,7 +379,12 @@ def _rm_all(kv_dir: str, namespace: str | None, *, yes: bool, as_json: bool) -> 
 
 def export(
     target: Annotated[
-        Path, typer.Argument(help="Directory of the copy: a store by itself, made if absent.")
+        str,
+        typer.Argument(
+            parser=address,
+            help="Directory of the copy, a store by itself, made if absent; or a shared store's "
+            "address.",
+        ),
     ],
     kv_dir: KVDir = DEFAULT_KV_DIR,
     document: Documents = None,
@@ -406,11 +411,11 @@ def export(
         known = set(store.catalog.documents(space))
         asked = list(dict.fromkeys(document or ()))
         unknown = [name for name in asked if name not in known]
-        if asked and len(unknown) == len(asked):
+        if asked and unknown == asked:
             fail(_no_such(unknown, namespace))
         keys = {key for name in asked for key in store.catalog.document_keys(space, name)}
         with closing(
-            open_store(target, StoreConfig(ram_bytes=0, **({} if plain else key_options())))
+            open_store(target, StoreConfig(ram_bytes=0, **store_options(target, plain=plain)))
         ) as other:
             counts = check.copy(store, other, keys if asked else None, namespaces=[namespace])
     more = {"unknown": unknown} if asked else {}
@@ -423,8 +428,12 @@ def export(
 def import_(
     limits: Given,
     source: Annotated[
-        Path,
-        typer.Argument(help="Directory of a store, such as kvrag export makes; it is not changed."),
+        str,
+        typer.Argument(
+            parser=address,
+            help="Directory of a store, such as kvrag export makes, or a shared store's address; "
+            "it is not changed.",
+        ),
     ],
     kv_dir: KVDir = DEFAULT_KV_DIR,
     namespace: Namespace = "default",
@@ -440,11 +449,11 @@ def import_(
 
     The source need not be trusted: every byte is verified, and no code in it is run.
     """
-    _check_is_store(str(source))
+    _check_is_store(source)
     from kvrag.cli import check
     from kvrag.store import open_store
 
-    written = StoreConfig(ram_bytes=0, read_only=True, **({} if plain else key_options()))
+    written = StoreConfig(ram_bytes=0, read_only=True, **store_options(source, plain=plain))
     with (
         closing(open_store(source, written)) as other,
         closing(
@@ -463,9 +472,7 @@ def _report_copy(title: str, counts: tuple[int, ...], more: Given, *, as_json: b
 
 
 def _no_such(names: list[str], namespace: str) -> str:
-    are = "documents are" if len(names) > 1 else "document is"
     return (
-        f"{', '.join(map(repr, names))}: no such {are} in the namespace {namespace!r}; check "
-        "--namespace and the id, which ends in "
-        "#0, #1 ... for the chunks of a file that kvrag precompute has split"
+        f"{', '.join(map(repr, names))}: not in the namespace {namespace!r}; check --namespace and "
+        "the id, which ends in #0, #1 ... for the chunks of a file that kvrag precompute has split"
     )

@@ -50,6 +50,7 @@ PLACES = (
     "orchard",
 )
 
+_UNSPACED = re.compile(r"[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _SENTENCE = re.compile(r"(?<=[.!?])\s")
 _SPACE = re.compile(r"(?<=\w)\s(?=\w)")
@@ -60,7 +61,9 @@ _STAMP = re.compile(
 _FIELD = re.compile(r'(\s*)"[^"]+":\s.*?(,?)')  # of a JSON object over several lines
 _KEY = re.compile(r"(\s*)[\w.-]+(?: [\w.-]+){0,3}(\s*(?::\s+|=(?!=)\s*))(?:\S.{0,60})?[^\s.!?={,]")
 _MARK = re.compile(r"\s*(?:#|//|--|[*-])\s+")  # of a comment, a title, or an item of a list
-_PUNCTUATION = str.maketrans("", "", string.punctuation)  # left out, so that half a code is no word
+_PUNCTUATION = str.maketrans(
+    "", "", f"{string.punctuation}‘’“”„«»…"
+)  # left out, so that half a code is no word
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +210,17 @@ def read_question(
     if isinstance(answers, str):
         answers = [answers]
     own = given.get("chunks") or []
-    if not isinstance(text, str) or not answers or not _are_texts(answers) or not _are_texts(own):
+    if (
+        not isinstance(text, str)
+        or not answers
+        or not _are_texts(answers)
+        or not _are_texts(own)
+        or [] in map(normalised, answers)
+    ):
         raise InputError(
             f"a question is {dict(given)!r:.200}; it needs 'question', a text, and 'answers', a "
-            "list of texts, and may have 'chunks', too"
+            "list of texts that say more than an article (a, an, the) or signs, and may have "
+            "'chunks', too"
         )
     return Question(
         text, tuple(own or best_chunks(text, chunks, chunks_per_prompt)), tuple(answers)
@@ -223,25 +233,28 @@ def _are_texts(value: object) -> bool:
 
 def best_chunks(question: str, chunks: Sequence[str], count: int) -> list[str]:
     """Return the ``count`` chunks that share most rare words with a question, the best first."""
-    texts = list(dict.fromkeys(chunks))
-    words = [Counter(normalised(text)) for text in texts]
-    known = Counter(word for each in words for word in each)
+    words = {text: Counter(normalised(text)) for text in chunks}
+    known = Counter(word for own in words.values() for word in own)
     rare = {
-        word: math.log(1 + len(texts) / known[word])
+        word: math.log(1 + len(words) / known[word])
         for word in set(normalised(question))
         if known[word]
     }
-    worth = [
-        sum(rare[word] for word in rare if word in each) / (1 + math.log(1 + each.total()))
-        for each in words
-    ]
-    order = sorted(range(len(texts)), key=lambda index: -worth[index])
-    return [texts[index] for index in order[:count]]
+
+    def worth(text: str) -> float:
+        own = words[text]
+        return sum(rare[word] for word in rare if word in own) / (1 + math.log(1 + own.total()))
+
+    return sorted(words, key=worth, reverse=True)[:count]
 
 
 def normalised(text: str) -> list[str]:
-    """Return the words of a text as in SQuAD: lower case, without punctuation and articles."""
-    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+    """Return the words of a text as in SQuAD: lower case, without punctuation and articles.
+
+    A Chinese or Japanese character is a word, as these scripts have no spaces.
+    """
+    spaced = _UNSPACED.sub(r" \g<0> ", text.lower().translate(_PUNCTUATION))
+    return _ARTICLES.sub(" ", spaced).split()
 
 
 def score(answer: str, right: Sequence[str]) -> float:
@@ -253,7 +266,5 @@ def score(answer: str, right: Sequence[str]) -> float:
 def _score(words: list[str], right: list[str]) -> float:
     if f" {' '.join(right)} " in f" {' '.join(words)} ":
         return 1.0
-    same = sum((Counter(words) & Counter(right)).values())
-    if same:
-        return 2 * same / (len(words) + len(right))
-    return 0.0
+    same = (Counter(words) & Counter(right)).total()
+    return 2 * same / (len(words) + len(right))

@@ -164,6 +164,8 @@ def test_too_little_text_is_refused(engine, options):
         {"question": "Who?"},
         {"question": 3, "answers": ["x"]},
         {"question": "Who?", "answers": []},
+        {"question": "Which?", "answers": ["B", "A"]},  # an article: no answer would be right
+        {"question": "Who?", "answer": "?"},
         {"question": "Who?", "answers": ["x"], "chunks": "abc"},
         {"question": "Who?", "answers": ["x"], "chunks": [3]},
     ],
@@ -184,6 +186,9 @@ def test_a_question_of_ones_own_takes_its_chunks_or_those_that_share_its_words()
     ]
     assert best_chunks("Who keeps the lighthouse at Skerry?", texts, 2) == [texts[1], texts[3]]
     assert best_chunks("zzz", texts, 9) == texts
+    assert best_chunks("首都是哪里?", ["天气很好。", "东京是日本的首都。"], 1) == [
+        "东京是日本的首都。"
+    ]
 
 
 def test_a_prompt_is_a_chat_message_where_the_model_has_a_template(engine, monkeypatch):
@@ -210,6 +215,9 @@ def test_a_prompt_is_a_chat_message_where_the_model_has_a_template(engine, monke
         ("", ["Ada"], 0.0),
         ("12345", ["1234"], 0.0),
         ("Bob", ["Ada", "bob"], 1.0),
+        ("“Ada”, I think…", ["Ada"], 1.0),
+        ("答案是东京。", ["东京"], 1.0),
+        ("大阪です。", ["東京"], 0.0),
     ],
 )
 def test_an_answer_that_holds_a_right_one_is_right_else_words_count(answer, right, expected):

@@ -1,5 +1,7 @@
 """What an application is made of, and what it refuses to be made of."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed")
@@ -72,6 +74,13 @@ def test_the_application_is_what_was_asked_for(options):
         ._bound_deployment
     )
     assert fixed.num_replicas == 2
+
+
+def test_replicas_in_another_directory_find_a_model_named_from_here(options, tiny_dir, monkeypatch):
+    monkeypatch.chdir(Path(tiny_dir).parent)
+    app = build({**options, "model": f"./{Path(tiny_dir).name}"})
+    replica = app._bound_deployment.init_args[0]._bound_deployment
+    assert replica.init_args[0]["model"] == tiny_dir
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What precompute_dataset asks of Ray Data, and what its worker does with a batch; no cluster."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from texts import make_chunks
@@ -9,6 +11,7 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 
 from kvrag import ConfigError, KVRagEngine, precompute_dataset
 from kvrag.testing.models import tiny_model
+from kvrag_ray import command
 from kvrag_ray.dataset import Worker, Workers
 
 CHUNKS = make_chunks(3, words=42)
@@ -109,3 +112,22 @@ def test_what_workers_could_not_use_is_refused_here(cluster, tiny_dir, tmp_path,
     given = {"model": tiny_dir, "kv_dir": tmp_path, **wrong}
     with pytest.raises(ConfigError, match=words):
         precompute_dataset(Asked(), given.pop("model"), **given)
+
+
+def test_workers_in_another_directory_find_a_model_named_from_here(
+    cluster, tiny_dir, tmp_path, monkeypatch
+):
+    cluster(CPU=2.0)
+    monkeypatch.chdir(Path(tiny_dir).parent)
+    asked = precompute_dataset(Asked(), f"./{Path(tiny_dir).name}", kv_dir=tmp_path / "kv")
+    monkeypatch.chdir(tmp_path)
+    worker = Worker(**asked.options["fn_constructor_kwargs"])
+    [row] = worker({name: np.array(CHUNKS, object) for name in ("id", "text")}).to_pylist()
+    assert row["stored"] == 3
+
+
+def test_a_report_that_cannot_be_written_is_said_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
+    file = tmp_path / "nowhere" / "report.parquet"
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        command.precompute([], {}, {}, None, file, is_quiet=True)

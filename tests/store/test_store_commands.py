@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 from stores import (
@@ -83,6 +84,21 @@ def test_rm_erases_documents(filled):
     assert count(filled) == 6
 
 
+def test_rm_names_a_collection_without_documents(filled):
+    assert "nothing/: is not known here" in run(
+        "rm", "--collection", "nothing", "--kv-dir", filled, code=1
+    )
+
+
+def test_an_address_of_a_shared_store_is_not_taken_for_a_directory(filled, tmp_path, monkeypatch):
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    monkeypatch.chdir(tmp_path)
+    shared = f"file://{tmp_path}/bucket"
+    assert "catalog" in run("export", shared, "--kv-dir", filled, code=2)
+    assert "0 chunk(s)" in run("import", shared, "--kv-dir", tmp_path / "new")  # an empty bucket
+    assert not Path("file:").exists()
+
+
 def test_rm_asks_before_it_erases_everything(filled):
     assert "7 chunk(s) of every namespace?" in run(
         "rm", "--all", "--kv-dir", filled, input="n\n", code=1
@@ -142,10 +158,10 @@ def test_export_and_import(filled, tmp_path, opened):
 
 def test_an_export_of_unknown_documents_is_refused(filled, tmp_path):
     said = run("export", tmp_path / "part", "--kv-dir", filled, "--document", "nope", code=1)
-    assert "'nope': no such document is in the namespace 'default'" in said.replace("\n", " ")
+    assert "'nope': not in the namespace 'default'" in said.replace("\n", " ")
     assert not (tmp_path / "part").exists()
     options = ("--document", "nope", "--document", "doc 3", "--document", "nor this")
-    assert "no such documents are" in run(
+    assert "'nope', 'nor this': not in" in run(
         "export", tmp_path / "part", "--kv-dir", filled, *options, code=1
     )
     assert count(tmp_path / "part") == 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from contextlib import closing
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from kvrag import ConfigError, require
@@ -35,7 +36,8 @@ def build(args: ServingConfig | Options) -> Application:
     from kvrag_ray.replica import Replica
 
     config = args if isinstance(args, ServingConfig) else _config(args)
-    config.open().close()  # raises on invalid options
+    with closing(config.open()) as engine:  # raises on invalid options
+        config = replace(config, model=str(engine.source.model))  # replicas run elsewhere
     replica = serve.deployment(Replica).options(**_of_replicas(config)).bind(asdict(config))
     front = serve.deployment(Front).options(
         num_replicas=config.fronts, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}

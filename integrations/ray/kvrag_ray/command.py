@@ -72,6 +72,8 @@ def precompute(
     pyarrow, parquet = (
         require(name, extra="ray", purpose="its report") for name in ("pyarrow", "pyarrow.parquet")
     )
+    if file is not None:
+        file.touch()  # a path that can't be written to fails now, not after hours
     rows = [{"id": chunk.id, "text": chunk.text} for chunk in chunks]
     start = time.perf_counter()
     with redirect_stdout(sys.stderr):  # Ray prints events of workers there

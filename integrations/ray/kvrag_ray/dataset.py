@@ -101,8 +101,6 @@ class Worker:
         }
         # Empty lists need an explicit type.
         pairs = arrow.list_(arrow.struct([("id", arrow.string()), ("reason", arrow.string())]))
-        for what in ("failed", "short"):
-            row[what] = [dict(zip(("id", "reason"), each, strict=True)) for each in row[what]]
         types = {"failed": pairs, "short": pairs}
         return arrow.table(
             {each: arrow.array([value], types.get(each)) for each, value in row.items()}
@@ -159,10 +157,14 @@ def precompute_dataset(
             "kv_dir is None, and KV in the workers' memory would be lost with them; pass a shared "
             "store"
         )
-    options = {**options, "model": os.fspath(model), "kv_dir": kv_dir}
+    options = {**options, "model": model, "kv_dir": kv_dir}
     # Wrong options raise here, before workers start.
     with closing(KVRagEngine.from_pretrained(**options)) as engine:
-        options |= {"kv_dir": engine.kv_dir, "store_config": engine.store_config}
+        options |= {
+            "model": engine.source.model,
+            "kv_dir": engine.kv_dir,
+            "store_config": engine.store_config,
+        }
     return ds.map_batches(
         Worker,
         batch_size=CHUNKS_PER_CALL,
