@@ -12,7 +12,7 @@ from texts import asking, make_chunks
 from kvrag import RepairConfig
 from kvrag.blend import prefill as stage
 from kvrag.blend.cost import Costs, Price
-from kvrag.blend.layout import place, rows_of
+from kvrag.blend.layout import Layout, place, rows_of
 from kvrag.blend.repair import REREAD, fill
 from kvrag.blend.select import filled
 from kvrag.model import CausalLM
@@ -20,45 +20,35 @@ from kvrag.model.lock import Clock
 from kvrag.model.rows import Rows
 from kvrag.testing.models import tiny_model
 
+
+def layout_of(*sizes: int) -> Layout:
+    """Lay out live segments, and stored chunks where sizes are negative."""
+    return place(
+        [
+            (abs(n), "chunk" if n < 0 else "live", False, i if n < 0 else -1, False)
+            for i, n in enumerate(sizes)
+        ]
+    )
+
+
 #   missing 0:300 | glue 300:302 | chunk 302:602 | glue 602:604 | missing 604:904 | question 904:1064
-LAYOUT = place(
-    [
-        (300, "live", False, -1, False),
-        (2, "live", False, -1, False),
-        (300, "chunk", False, 0, False),
-        (2, "live", False, -1, False),
-        (300, "live", False, -1, False),
-        (160, "live", False, -1, False),
-    ]
-)
+LAYOUT = layout_of(300, 2, -300, 2, 300, 160)
 AHEAD = 604
 
 
 def test_live_rows_but_the_question_are_filled():
     found = LAYOUT.filled()
-    assert [(s.start, s.stop, s.kind) for s in found.segments] == [
-        (0, 300, "filled"),
-        (300, 302, "filled"),
-        (302, 602, "chunk"),
-        (602, 604, "filled"),
-        (604, 904, "filled"),
-        (904, 1064, "live"),
-    ]
+    kinds = ["filled", "filled", "chunk", "filled", "filled", "live"]
+    assert [s.kind for s in found.segments] == kinds
+    assert [s.stop for s in found.segments] == [300, 302, 602, 604, 904, 1064]
     assert (found.num_live, found.num_suffix, found.num_stale) == (160, 160, 300)
-    short = place([(300, "chunk", False, 0, False), (40, "live", False, -1, False)])
-    assert short.filled() == short
+    assert layout_of(-300, 40).filled() == layout_of(-300, 40)
 
 
 @pytest.mark.parametrize("missing", [70, 80])
 def test_rows_are_filled_where_they_are_more_than_those_to_repair(missing):
     """A question of any length is left to the repair."""
-    layout = place(
-        [
-            (missing, "live", False, -1, False),
-            (300, "chunk", False, 0, False),
-            (500, "live", False, -1, False),
-        ]
-    )
+    layout = layout_of(missing, -300, 500)
     assert bool(filled(layout, RepairConfig(), 0).ahead) == (missing > 75)
     assert filled(layout, RepairConfig(), 80) == layout, "a forward more would take longer"
     for strategy in ("none", "all", "hkvd"):
@@ -73,16 +63,14 @@ def test_filled_rows_have_seen_the_stitched_rows():
     exact, once, found = (lm.buffer(1064) for _ in range(3))
     lm.forward(ids, Rows.span(0, 1064), exact)
     for buffer in (once, found):
-        for layer in range(lm.num_layers):
-            buffer.keys(layer)[:, :, 302:602] = exact.keys(layer)[:, :, 302:602] + 1
-            buffer.values(layer)[:, :, 302:602] = exact.values(layer)[:, :, 302:602] + 1
+        for own, whole in zip(sum(buffer.layers, ()), sum(exact.layers, ()), strict=True):
+            own[:, :, 302:602] = whole[:, :, 302:602] + 1
     lm.forward(ids[LAYOUT.live_rows], Rows.at(LAYOUT.live_rows), once)
     fill(lm, found, layout, ids)
     rows = rows_of(layout.ahead)
-    for layer in range(lm.num_layers):
-        for own, whole, stale in zip(*(b.layers[layer] for b in (found, exact, once)), strict=True):
-            torch.testing.assert_close(own[:, :, :302], whole[:, :, :302], atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(own[:, :, rows], stale[:, :, rows], atol=1e-5, rtol=1e-5)
+    for own, whole, stale in zip(*(sum(b.layers, ()) for b in (found, exact, once)), strict=True):
+        torch.testing.assert_close(own[:, :, :302], whole[:, :, :302], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(own[:, :, rows], stale[:, :, rows], atol=1e-5, rtol=1e-5)
     assert not torch.allclose(found.keys(1)[:, :, 604:904], exact.keys(1)[:, :, 604:904], atol=0.01)
 
 
@@ -125,13 +113,7 @@ def test_the_price_counts_missing_rows_once():
 def test_over_exact_rows_everything_is_exact(monkeypatch, name, is_recorded):
     """Where the stitched rows equal a full prefill's, so do all others, and the logits."""
     lm = CausalLM(tiny_model(name))
-    sizes = [60, -40, 2, 70, -40, 2, 90, -30, 20]  # negative: stored
-    layout = place(
-        [
-            (abs(n), "chunk" if n < 0 else "live", False, i if n < 0 else -1, False)
-            for i, n in enumerate(sizes)
-        ]
-    )
+    layout = layout_of(60, -40, 2, 70, -40, 2, 90, -30, 20)
     count = layout.num_tokens
     ids = torch.randint(3, 60, (count,), generator=torch.Generator().manual_seed(3))
     exact = lm.buffer(count)
@@ -143,17 +125,14 @@ def test_over_exact_rows_everything_is_exact(monkeypatch, name, is_recorded):
         lm.record(4096, record=lambda compute: (compute(), compute)[1])
         run = lm.recorded.pool.take(count + REREAD)
     buffer = lm.buffer(count + REREAD, run=run)
-    pairs = list(zip(buffer.layers, exact.layers, strict=True))
+    pairs = list(zip(sum(buffer.layers, ()), sum(exact.layers, ()), strict=True))
     for own, _ in pairs:
-        for each in own:
-            each.fill_(300.0)
+        own.fill_(300.0)
 
     def stitch(*_, **__):
-        for segment in layout.reused:
-            rows = slice(segment.start, segment.stop)
-            for own, whole in pairs:
-                for each, other in zip(own, whole, strict=True):
-                    each[:, :, rows] = other[:, :, rows]
+        rows = rows_of(layout.reused)
+        for own, whole in pairs:
+            own[:, :, rows] = whole[:, :, rows]
 
     monkeypatch.setattr(stage, "stitch", stitch)
     encoder = SimpleNamespace(token_texts=lambda ids: ["ab "] * len(ids))
@@ -164,7 +143,6 @@ def test_over_exact_rows_everything_is_exact(monkeypatch, name, is_recorded):
     assert 0 < len(selected) < layout.num_stale
     torch.testing.assert_close(found, logits.flatten(), atol=2e-3, rtol=0)
     for own, whole in pairs:
-        for each, other in zip(own, whole, strict=True):
-            torch.testing.assert_close(
-                each[:, :, : count - 1], other[:, :, : count - 1], atol=2e-3, rtol=0
-            )
+        torch.testing.assert_close(
+            own[:, :, : count - 1], whole[:, :, : count - 1], atol=2e-3, rtol=0
+        )
