@@ -33,6 +33,9 @@ NAMED = {
     "sentences@0.4": "kvrag, whole sentences, 40%",
     "reordered": "full prefill, chunks in another order",
     "none": "kvrag, nothing repaired",
+    "halfruns@auto": "**kvrag**",
+    "halftwice@auto": "the other chunks computed twice",
+    "halfnone": "nothing repaired",
 }
 FACTS = {
     "sentences": "kvrag's signal",
@@ -328,6 +331,11 @@ def facts_today(_: Result) -> str:
     return needles + "\n" + methods_table("default", ("musique",), methods)
 
 
+def facts_half(_: Result) -> str:
+    """Set needles of whose chunks half are stored beside each other, by how the others are computed."""
+    return methods_table("half", ("needles",), ("halfruns@auto", "halftwice@auto", "halfnone"))
+
+
 def facts_short(_: Result) -> str:
     """Pick the README's columns of :func:`facts_methods`, and say what is right without passages."""
     parts = []
@@ -469,6 +477,7 @@ TABLES: Tables = {
     "facts-fast": ("facts/qwen2.5-coder-0.5b.json", facts_fast),
     "facts-joined": ("facts/qwen2.5-coder-0.5b.json", facts_joined),
     "facts-today": ("facts/default.json", facts_today),
+    "facts-half": ("facts/half.json", facts_half),
     "facts-sealed-15b": ("facts/sealed-qwen2.5-coder-1.5b.json", facts_sealed),
     "facts-sealed": ("facts/sealed-qwen2.5-coder-0.5b.json", facts_sealed),
     "facts-sealed-short": ("facts/sealed-qwen2.5-coder-0.5b.json", facts_sealed_short),
