@@ -272,7 +272,8 @@ def _blended(
     # Recorded forwards share the model with other requests.
     turn = partial(model.lock.unless, cancel, holds=buffer.start is None)
     needs = needs_of(layout, config)
-    whole, layout = layout, filled(layout, config, floor)
+    whole = layout
+    layout = filled(whole, config, floor)
     if not needs:  # select before stitching, so that selected rows needn't be stitched
         with clock.stage("select"):
             selected = select_rows(layout, config)
