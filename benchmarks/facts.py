@@ -142,6 +142,7 @@ class Case:
         self.own = self.greedy(self.scratch, first[0, -1])
         self.full = self.forced(self.scratch, first[0, -1])
         self._stitched: dict[Any, tuple[KVBuffer, Layout, Any, tuple[float, float]]] = {}
+        self._encoded: dict[str, list[Any]] = {}
         self._masses: dict[Any, tuple[torch.Tensor, tuple[float, float]]] = {}
         self._deviation: dict[Any, tuple[torch.Tensor, tuple[float, float], KVBuffer]] = {}
         self.breaks = breaks_of(self.encoder.token_texts(self.ids.tolist()))
@@ -206,9 +207,12 @@ class Case:
         key = encoded, kv_dtype, method.stored, method.fills
         if key not in self._stitched:
             _, prefix_kv = self.behind("prefix")
-            kvs = [
-                encode_chunks(self.lm, self.behind(encoded)[0], [chunk])[0] for chunk in self.chunks
-            ]
+            if encoded not in self._encoded:
+                prefix = self.behind(encoded)[0]
+                self._encoded[encoded] = [
+                    encode_chunks(self.lm, prefix, [chunk])[0] for chunk in self.chunks
+                ]
+            kvs = [*self._encoded[encoded]]
             segments: list[Any] = (
                 [(len(self.prefix), "prefix", True, 0, False)] if prefix_kv else []
             )
