@@ -14,7 +14,7 @@ from functools import partial
 
 from kvrag.errors import StoreError
 from kvrag.kv.format import BlobRejected, Foreign, OtherVersion
-from kvrag.store import TieredStore
+from kvrag.store import Catalog, TieredStore
 from kvrag.types import ChunkKey, TextEntry
 
 Holders = dict[tuple[str, str], list[str | None]]
@@ -158,10 +158,11 @@ def copy(
     """
     names = {source.names.namespace(name): target.names.namespace(name) for name in namespaces}
     catalog = source.catalog
-    holders = _holders(source)
+    stored = catalog.stored(catalog.present())
+    holders = _holders(catalog, {chunk.namespace for chunk in stored.values()})
     counts = [0, 0, 0]
     is_same = source.names == target.names
-    for key in sorted(catalog.keys() if keys is None else keys):
+    for key in sorted(stored if keys is None else keys):
         identity = source.identity(key)
         if identity:
             space = names.get(identity.namespace, identity.namespace if is_same else None)
@@ -184,12 +185,11 @@ def copy(
     return tuple(counts)
 
 
-def _holders(store: TieredStore) -> Holders:
-    """Return the documents that refer to the texts."""
+def _holders(catalog: Catalog, namespaces: Collection[str]) -> Holders:
+    """Return the documents that refer to the texts of namespaces."""
     found = Holders()
-    stored = store.catalog.stored(store.catalog.keys())
-    for namespace in {chunk.namespace for chunk in stored.values()}:
-        for doc_id in store.catalog.documents(namespace):
-            for digest in store.catalog.document_texts(namespace, doc_id):
+    for namespace in namespaces:
+        for doc_id in catalog.documents(namespace):
+            for digest in catalog.document_texts(namespace, doc_id):
                 found.setdefault((namespace, digest), []).append(doc_id)
     return found

@@ -95,7 +95,7 @@ def test_an_address_of_a_shared_store_is_not_taken_for_a_directory(filled, tmp_p
     monkeypatch.chdir(tmp_path)
     shared = f"file://{tmp_path}/bucket"
     assert "catalog" in run("export", shared, "--kv-dir", filled, code=2)
-    assert "0 chunk(s)" in run("import", shared, "--kv-dir", tmp_path / "new")  # an empty bucket
+    assert "catalog" in run("import", shared, "--kv-dir", tmp_path / "new", code=2)
     assert not Path("file:").exists()
 
 

@@ -138,22 +138,20 @@ class Ledger:
         """
         return [key for key, chunk in self._all_chunks() if chunk.pending is pending]
 
+    @one_step
     def present(self, namespace: str | None = None) -> set[ChunkKey]:
         """Return the keys of all chunks, or of a namespace's, stored or pending.
 
         Raises ``StoreError`` rather than omit a key.
         """
         if namespace is None:
-            return {ChunkKey(key) for key in self._rows.change(lambda: self._rows.names("c "))}
-        return {
-            key
-            for key, chunk in self._rows.change(self._all_chunks)
-            if chunk.namespace == namespace
-        }
+            return set(map(ChunkKey, self._rows.names("c ")))
+        return {key for key, chunk in self._all_chunks() if chunk.namespace == namespace}
 
+    @one_step
     def absent(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Return the keys without a row; raises ``StoreError`` if rows can't be read."""
-        return set(keys) - {key for key, _ in self._rows.change(lambda: self._chunks(keys))}
+        return set(keys) - {key for key, _ in self._chunks(keys)}
 
     def revisions(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, int]:
         """Return the revisions of chunks, stored or pending; 0 if a row is absent or malformed."""
@@ -207,8 +205,12 @@ class Ledger:
             return []
         return [text.entry for text in self._texts(chunk.namespace, chunk.digests)]
 
+    @one_step
     def documents(self, namespace: str) -> list[str]:
-        """Return the ids of all documents of a namespace, with or without stored chunks."""
+        """Return the ids of all documents of a namespace, with or without stored chunks.
+
+        Raises ``StoreError`` rather than omit a document.
+        """
         found = []
         for name in self._rows.names(f"z {namespace} "):
             text = name if self._seal is None else self._seal.open(name, "z")
@@ -284,10 +286,7 @@ class Ledger:
 
     def stored_row(self, key: ChunkKey) -> ChunkRow | None:
         """Return the row of a stored chunk."""
-        chunk = self._chunk(key)
-        if chunk and not chunk.pending:
-            return chunk
-        return None
+        return self.stored([key]).get(key)
 
     def _chunks(self, keys: Iterable[ChunkKey]) -> list[tuple[ChunkKey, ChunkRow]]:
         """Return the rows of chunks, stored or pending; absent rows are left out."""
