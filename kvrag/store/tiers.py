@@ -163,7 +163,8 @@ class TieredStore:
         """Store a chunk and return the bytes written.
 
         Returns 0 if the chunk is stored already; then only text and document are added. Raises
-        ``StoreError``, and leaves nothing of the chunk, if it can't be written or finds no room.
+        ``StoreError``, and leaves nothing but the document, if the chunk can't be written or finds
+        no room.
         """
         [written] = self.put_all([NewKV(identity, kv, text, (doc_id,), retention)], reason=reason)
         if isinstance(written, StoreError):

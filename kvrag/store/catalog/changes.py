@@ -171,14 +171,14 @@ class Catalog(Hits):
         return there
 
     @one_step
-    def cancel(self, key: ChunkKey, text: TextEntry | None, doc_ids: DocIds) -> None:
-        """Undo :meth:`begin`, unless another writer has confirmed the chunk."""
+    def cancel(self, key: ChunkKey) -> None:
+        """Remove a chunk that :meth:`begin` added, unless another writer has confirmed it.
+
+        Documents stay: they may have other chunks, which must go when they are deleted.
+        """
         chunk = self._chunk(key)
         if chunk and chunk.pending:
             self._drop(key, chunk)
-            for doc_id in doc_ids:
-                if text is not None and doc_id is not None:
-                    self._unrefer(chunk.namespace, doc_id, {text.digest})
 
     @one_step
     def remove(self, erased: Revisions) -> int:
