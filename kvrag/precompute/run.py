@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 
 from kvrag.config import Retention, StoreConfig
@@ -110,6 +111,7 @@ class Precompute:
         self._write: Future[None] | None = None
         self._linked: list[NewChunk] = []
         self._done: list[NewChunk] = []
+        self._deleted = dict[tuple[NewChunk, str | None], None]()
         self.stored = self.skipped = self.stored_bytes = 0
         self.failed = Reasons()
         self.unstored = list[NewChunk]()
@@ -332,6 +334,7 @@ class Precompute:
             for chunk, written in zip(wanted, results, strict=True):
                 if isinstance(written, StoreError):
                     if str(written) == MEANWHILE:
+                        self._deleted |= {(chunk, name): None for name in chunk.doc_ids}
                         continue
                     # No space, or a disk failure, concerns all chunks; other errors don't.
                     self.is_refused = isinstance(written.__cause__, FAULTS)
@@ -343,9 +346,9 @@ class Precompute:
 
     def _unless_erased(self, new: NewKV, written: int | StoreError) -> int | StoreError:
         """Put a chunk again whose text went with the text's last KV, but was not deleted."""
-        if str(written) == MEANWHILE and not self._has_erased():
+        if str(written) == MEANWHILE and self._has_erased() is False:
             [written] = self.store.put_all([new._replace(doc_ids=(None,))])
-            if self._has_erased():  # between the look and the write
+            if self._has_erased() is not False:  # between the look and the write
                 self.store.delete([chunk_key(new.identity)])
                 return StoreError(MEANWHILE)
         return written
@@ -366,30 +369,36 @@ class Precompute:
         """Return documents that were deleted, or got another text, meanwhile, with their chunks."""
         if not self._has_erased():
             return []
-        return [
+        found = [
             (chunk, name)
             for chunk in chunks
             if chunk.entry is not None and self._guard.is_registered(chunk.entry)
             for name in chunk.doc_ids
             if not is_current(self.store.catalog, chunk.identity.namespace, chunk.entry, name)
         ]
+        self._deleted |= dict.fromkeys(found)
+        return found
 
-    def _has_erased(self) -> bool:
-        """Whether documents may have been deleted or replaced since the run began."""
+    def _has_erased(self) -> bool | None:
+        """Whether documents may have been deleted or replaced since the run began.
+
+        ``None`` if it is unknown now.
+        """
         erased = self.store.catalog.erased(self._prefix.identity.namespace)
-        return erased is None or erased != self._erased
+        return erased and erased != self._erased
 
     def _recount(self, chunks: Sequence[NewChunk]) -> None:
         """Report documents that were deleted meanwhile, and chunks that later chunks evicted."""
-        deleted = self.deleted(chunks)
-        self.failed += [(name or chunk.label, MEANWHILE) for chunk, name in deleted]
-        gone = {chunk for chunk, _ in deleted}
-        known = self.store.known([chunk_key(chunk.identity) for chunk in self._done])
-        for chunk in self._done:
-            if chunk_key(chunk.identity) not in known:
-                self.stored -= 1
-                if chunk not in gone:
-                    self._fail(chunk, evicted(self.store))
+        self.deleted(chunks)
+        self.failed += [(name or chunk.label, MEANWHILE) for chunk, name in self._deleted]
+        gone = {chunk for chunk, _ in self._deleted}
+        with suppress(StoreError):  # it can't be told now
+            absent = self.store.catalog.absent([chunk_key(chunk.identity) for chunk in self._done])
+            for chunk in self._done:
+                if chunk_key(chunk.identity) in absent:
+                    self.stored -= 1
+                    if chunk not in gone:
+                        self._fail(chunk, evicted(self.store))
 
     def _fail(self, chunk: NewChunk, reason: str) -> None:
         """Report a chunk that was not stored; it is computed at query time."""
