@@ -338,7 +338,7 @@ def rm(
         from kvrag.precompute.library import members
 
         space = store.names.namespace(namespace)
-        known = store.catalog.documents(space)
+        known = dict.fromkeys(store.catalog.documents(space))
         below = [name for each in collection or () for name in members(known, each) or [f"{each}/"]]
         erased = {
             name: store.forget(space, name) for name in dict.fromkeys([*(document or ()), *below])
@@ -363,8 +363,7 @@ def _rm_all(kv_dir: str, namespace: str | None, *, yes: bool, as_json: bool) -> 
         if namespace is not None:
             space = store.names.namespace(namespace)
             of_what = f"the namespace {namespace!r}"
-        stored = store.catalog.stored(store.catalog.keys())
-        chunks = sum(space in (None, chunk.namespace) for chunk in stored.values())
+        chunks = len(store.catalog.known(store.catalog.present(space)))
         is_known = space is None or chunks > 0 or bool(store.catalog.documents(space))
         if not yes:
             typer.confirm(
@@ -414,8 +413,12 @@ def export(
         if asked and unknown == asked:
             fail(_no_such(unknown, namespace))
         keys = {key for name in asked for key in store.catalog.document_keys(space, name)}
+        # As for an existing store: a full disk must be an error, not a reason to evict copies.
         with closing(
-            open_store(target, StoreConfig(ram_bytes=0, **store_options(target, plain=plain)))
+            open_store(
+                target,
+                StoreConfig(ram_bytes=0, min_free_bytes=0, **store_options(target, plain=plain)),
+            )
         ) as other:
             counts = check.copy(store, other, keys if asked else None, namespaces=[namespace])
     more = {"unknown": unknown} if asked else {}
