@@ -29,8 +29,8 @@ class FsckReport:
     ``checked`` counts the chunks with a checked header, ``verified`` the chunks with every byte
     checked. ``rejected`` lists blobs as ``(key, reason)``; damaged blobs were erased.
     ``other_versions`` and ``foreign`` count files of another version of the format or another key,
-    which may be damaged unseen; see :func:`gc`. Intact files without a row (``dormant``) and rows
-    without a file (``unknown_rows``) were erased.
+    which may be damaged unseen; see :func:`gc`. Files without a row (``dormant``), intact or of
+    another version, and rows without a file (``unknown_rows``) were erased.
     """
 
     checked: int = 0

@@ -46,8 +46,7 @@ _FINDS = {
     "unknown_rows": "{} chunk(s) in the store's list had no file, and were taken off it. They "
     "are computed again when a prompt needs them, or by kvrag precompute.",
     "dormant": "{} file(s) that are not in the store's list were removed.",
-    "other_versions": "{} file(s) of another version of kvrag were left, unused. kvrag gc removes "
-    "them.",
+    "other_versions": "{} file(s) of another version of kvrag are of no use to this one.",
     "foreign": "{} file(s) with another encryption key, or with none, were left unchecked. Set the "
     "key that they were written with, or remove them with kvrag gc --foreign.",
     "rejected": "{} chunk(s) are damaged or can't be read. Damaged ones were removed; they are "

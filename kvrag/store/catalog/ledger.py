@@ -113,11 +113,6 @@ class Ledger:
     _rows: CatalogRows
     _seal: RowCipher | None
 
-    @property
-    def remedy(self) -> str:
-        """The end of a sentence that refuses a change of a store open for reading only."""
-        return self._rows.remedy
-
     def get(self, key: ChunkKey) -> ChunkRecord | None:
         """Return the record of a stored chunk."""
         chunk = self.stored_row(key)
@@ -165,8 +160,10 @@ class Ledger:
 
         They may be behind any prefix and context.
         """
-        keys = map(ChunkKey, self._strings(f"i {content}"))
-        return [chunk.record(key) for key, chunk in self.stored(keys).items()]
+        return [
+            chunk.record(key)
+            for key, chunk in self.stored(map(ChunkKey, self._strings(f"i {content}"))).items()
+        ]
 
     def texts(self, namespace: str, after: int) -> tuple[list[TextEntry], int]:
         """Return the texts of a namespace added after cursor ``after`` (0: all), and a new cursor.
@@ -180,10 +177,10 @@ class Ledger:
         start = max(first, after + 1 if after < last else 0, last - MOST_TEXTS)
         pages = range(start // PER_PAGE, last // PER_PAGE + 1)
         found = list[TextEntry]()
-        for texts in self._read_all(PAGE, [f"l {namespace} {page}" for page in pages]):
-            found += [
-                texts[number] for number in sorted(texts or ()) if texts and start <= number <= last
-            ]
+        for texts in filter(
+            None, self._read_all(PAGE, [f"l {namespace} {page}" for page in pages])
+        ):
+            found += [texts[number] for number in sorted(texts) if start <= number <= last]
         return found, last
 
     def knows_text(self, namespace: str, digest: str) -> bool:
@@ -200,10 +197,11 @@ class Ledger:
 
     def key_texts(self, key: ChunkKey) -> list[TextEntry]:
         """Return the texts of a stored chunk."""
-        chunk = self.stored_row(key)
-        if chunk is None:
-            return []
-        return [text.entry for text in self._texts(chunk.namespace, chunk.digests)]
+        return [
+            text.entry
+            for chunk in self.stored([key]).values()
+            for text in self._texts(chunk.namespace, chunk.digests)
+        ]
 
     @one_step
     def documents(self, namespace: str) -> list[str]:
@@ -302,7 +300,7 @@ class Ledger:
 
     def _texts(self, namespace: str, digests: Iterable[str]) -> list[Text]:
         names = [self._name("t", namespace, digest) for digest in digests]
-        return [text for text in self._read_all(TEXT, names) if text]
+        return list(filter(None, self._read_all(TEXT, names)))
 
     def _is_deleted(self, namespace: str, text: TextEntry | None, doc_ids: DocIds) -> bool:
         return bool(not doc_ids and text and not self.knows_text(namespace, text.digest))
