@@ -283,6 +283,11 @@ def gc(
     """
     from kvrag.cli import check
 
+    if disk_bytes is not None and "://" in kv_dir:
+        raise ConfigError(
+            "--disk-bytes is for a store in a directory; limit a shared store by Redis's eviction, "
+            "or by the bucket's rules"
+        )
     with _existing_store(kv_dir, disk_bytes=disk_bytes) as store:
         before = _size(store)
         try:
@@ -326,8 +331,12 @@ def rm(
             raise InputError(
                 "--all erases every document; pass it without the options that name some"
             )
-        is_named = is_on_command_line(context, "namespace")
-        _rm_all(kv_dir, namespace if is_named else None, yes=yes, as_json=as_json)
+        _rm_all(
+            kv_dir,
+            namespace if is_on_command_line(context, "namespace") else None,
+            yes=yes,
+            as_json=as_json,
+        )
         return
     if not document and not collection:
         raise InputError(
@@ -420,8 +429,9 @@ def export(
             )
         ) as other:
             counts = check.copy(store, other, keys if asked else None, namespaces=[namespace])
-    more = {"unknown": unknown} if asked else {}
-    _report_copy(f"Copied to {target}", counts, more, as_json=as_json)
+    _report_copy(
+        f"Copied to {target}", counts, {"unknown": unknown} if asked else {}, as_json=as_json
+    )
     if unknown:
         fail(_no_such(unknown, namespace))
 

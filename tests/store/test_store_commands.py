@@ -85,9 +85,8 @@ def test_rm_erases_documents(filled):
 
 
 def test_rm_names_a_collection_without_documents(filled):
-    assert "nothing/: is not known here" in run(
-        "rm", "--collection", "nothing", "--kv-dir", filled, code=1
-    )
+    said = run("rm", "--collection", "nothing", "--kv-dir", filled, code=1)
+    assert "nothing/: is not known here" in said
 
 
 def test_an_address_of_a_shared_store_is_not_taken_for_a_directory(filled, tmp_path, monkeypatch):
@@ -96,6 +95,7 @@ def test_an_address_of_a_shared_store_is_not_taken_for_a_directory(filled, tmp_p
     shared = f"file://{tmp_path}/bucket"
     assert "catalog" in run("export", shared, "--kv-dir", filled, code=2)
     assert "catalog" in run("import", shared, "--kv-dir", tmp_path / "new", code=2)
+    assert "bucket's rules" in run("gc", "--kv-dir", shared, "--disk-bytes", 1, code=2)
     assert not Path("file:").exists()
 
 
@@ -185,21 +185,12 @@ def test_commands_take_the_key_from_the_environment(root, tmp_path, monkeypatch)
     assert run("fsck", "--verify-data", "--json", "--kv-dir", root)["verified"] == 3
     [group] = run("stats", "--json", "--kv-dir", root)["groups"]
     assert (group["chunks"], group["namespace"][:12]) == (3, "hmac-sha256:")
-    assert (
-        run("export", tmp_path / "copy", "--document", "doc 2", "--json", "--kv-dir", root)[
-            "copied"
-        ]
-        == 1
-    )
-    assert run("rm", "--document", "doc 1", "--json", "--kv-dir", root)["erased_chunks"] == {
-        "doc 1": 1
-    }
+    at = ["--json", "--kv-dir", root]
+    assert run("export", tmp_path / "copy", "--document", "doc 2", *at)["copied"] == 1
+    assert run("rm", "--document", "doc 1", *at)["erased_chunks"] == {"doc 1": 1}
     assert run("import", tmp_path / "copy", "--json", "--kv-dir", root)["there_already"] == 1
     assert run("export", tmp_path / "plain", "--plain", "--json", "--kv-dir", root)["copied"] == 2
-    assert (
-        run("import", tmp_path / "plain", "--plain", "--json", "--kv-dir", root)["there_already"]
-        == 2
-    )
+    assert run("import", tmp_path / "plain", "--plain", *at)["there_already"] == 2
     assert run("gc", "--json", "--kv-dir", root)["foreign"] == 0
     monkeypatch.delenv("KVRAG_ENCRYPTION_KEY")
     assert run("gc", "--foreign", "--json", "--kv-dir", root)["foreign"] == 2

@@ -177,10 +177,10 @@ class Ledger:
         start = max(first, after + 1 if after < last else 0, last - MOST_TEXTS)
         pages = range(start // PER_PAGE, last // PER_PAGE + 1)
         found = list[TextEntry]()
-        for texts in filter(
-            None, self._read_all(PAGE, [f"l {namespace} {page}" for page in pages])
-        ):
-            found += [texts[number] for number in sorted(texts) if start <= number <= last]
+        for texts in self._read_all(PAGE, [f"l {namespace} {page}" for page in pages]):
+            found += [
+                text for number, text in sorted((texts or {}).items()) if start <= number <= last
+            ]
         return found, last
 
     def knows_text(self, namespace: str, digest: str) -> bool:
@@ -300,7 +300,7 @@ class Ledger:
 
     def _texts(self, namespace: str, digests: Iterable[str]) -> list[Text]:
         names = [self._name("t", namespace, digest) for digest in digests]
-        return list(filter(None, self._read_all(TEXT, names)))
+        return [text for text in self._read_all(TEXT, names) if text]
 
     def _is_deleted(self, namespace: str, text: TextEntry | None, doc_ids: DocIds) -> bool:
         return bool(not doc_ids and text and not self.knows_text(namespace, text.digest))
