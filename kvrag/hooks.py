@@ -353,8 +353,10 @@ def _langchain_documents(holder: Any) -> list[Any] | None:
         return _qdrant_documents(holder)
     if hasattr(holder, "similarity_search") and hasattr(holder, "get"):
         found = holder.get(include=["documents"])
-        pairs = zip(found["ids"], found["documents"], strict=True)
-        return [SimpleNamespace(id=name, page_content=text) for name, text in pairs]
+        return [
+            SimpleNamespace(id=name, page_content=text)
+            for name, text in zip(found["ids"], found["documents"], strict=True)
+        ]
     stored = getattr(getattr(holder, "docstore", None), "_dict", None)
     return None if stored is None else list(stored.values())
 

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvrag.errors import StoreError
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.kv.format import BlobRejected, Foreign, OtherVersion
-from kvrag.store import TieredStore
-from kvrag.types import ChunkKey, TextEntry
+from kvrag.store import Catalog, TieredStore
+from kvrag.types import ChunkKey
 
-Holders = dict[tuple[str, str], list[str | None]]
+Holders = dict[tuple[str, str | None], list[str | None]]
 """Ids of documents, by the namespace and digest of their texts."""
 
 
@@ -28,8 +29,8 @@ class FsckReport:
     ``checked`` counts the chunks with a checked header, ``verified`` the chunks with every byte
     checked. ``rejected`` lists blobs as ``(key, reason)``; damaged blobs were erased.
     ``other_versions`` and ``foreign`` count files of another version of the format or another key,
-    which may be damaged unseen; see :func:`gc`. Intact files without a row (``dormant``) and rows
-    without a file (``unknown_rows``) were erased.
+    which may be damaged unseen; see :func:`gc`. Files without a row (``dormant``), intact or of
+    another version, and rows without a file (``unknown_rows``) were erased.
     """
 
     checked: int = 0
@@ -147,49 +148,48 @@ def copy(
     keys: Collection[ChunkKey] | None = None,
     *,
     namespaces: Sequence[str] = (),
-) -> tuple[int, ...]:
+) -> tuple[int, int, int]:
     """Copy chunks (default: all) with their texts, documents and retention.
 
     Every byte is verified, so the source need not be trusted. A chunk that the target has keeps its
     retention. Hits are not copied: they belong to the source. ``namespaces`` names the namespaces
-    to copy between stores with different keys, as their digests differ. Returns the numbers of
-    chunks that were copied, that the target had already, and that were unreadable or of another
-    namespace.
+    to copy between stores with different keys, as their digests differ; other namespaces are left
+    out there. Returns the numbers of chunks that were copied, unless the target's limits evicted
+    them again, that the target had already, and that were unreadable.
     """
     names = {source.names.namespace(name): target.names.namespace(name) for name in namespaces}
     catalog = source.catalog
-    holders = _holders(source)
-    counts = [0, 0, 0]
-    is_same = source.names == target.names
-    for key in sorted(catalog.keys() if keys is None else keys):
+    stored = catalog.stored(catalog.present())
+    if source.names == target.names:
+        names |= {chunk.namespace: chunk.namespace for chunk in stored.values()}
+    holders = _holders(catalog, names)
+    copied = list[ChunkKey]()
+    there_already = unreadable = 0
+    for key in sorted(stored if keys is None else keys):
         identity = source.identity(key)
-        if identity:
-            space = names.get(identity.namespace, identity.namespace if is_same else None)
-        else:
-            space = None
-        if identity is None or space is None or (kv := source.get(identity)) is None:
-            counts[2] += 1
+        if identity and identity.namespace not in names:
             continue
-        there = replace(identity, namespace=space)
+        if identity is None or (kv := source.get(identity)) is None:
+            unreadable += 1
+            continue
+        there = replace(identity, namespace=names[identity.namespace])
         put = partial(target.put, there, kv, retention=source.retention(key), reason="import")
-        texts = list[TextEntry | None](catalog.key_texts(key))
         written = 0
-        for text in texts or [None]:
-            doc_ids: list[str | None] = [None]
-            if text is not None:
-                doc_ids = holders.get((identity.namespace, text.digest), doc_ids)
-            for doc_id in doc_ids:
+        for text in catalog.key_texts(key) or (None,):
+            for doc_id in holders.get((identity.namespace, text and text.digest), [None]):
                 written += put(text=text, doc_id=doc_id)
-        counts[not written] += 1
-    return tuple(counts)
+        if written:
+            copied.append(chunk_key(there))
+        else:
+            there_already += 1
+    return len(copied) - len(target.catalog.absent(copied)), there_already, unreadable
 
 
-def _holders(store: TieredStore) -> Holders:
-    """Return the documents that refer to the texts."""
+def _holders(catalog: Catalog, namespaces: Iterable[str]) -> Holders:
+    """Return the documents that refer to the texts of namespaces."""
     found = Holders()
-    stored = store.catalog.stored(store.catalog.keys())
-    for namespace in {chunk.namespace for chunk in stored.values()}:
-        for doc_id in store.catalog.documents(namespace):
-            for digest in store.catalog.document_texts(namespace, doc_id):
+    for namespace in namespaces:
+        for doc_id in catalog.documents(namespace):
+            for digest in catalog.document_texts(namespace, doc_id):
                 found.setdefault((namespace, digest), []).append(doc_id)
     return found

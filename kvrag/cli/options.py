@@ -299,11 +299,11 @@ _MODEL = _option(
     envvar="KVRAG_MODEL",
     help="Hub id, directory, or .gguf file, where the first argument is none.",
 )
-ESTIMATE = (_MODEL, *_STORED, *_RUN)
+ESTIMATE = (_MODEL, _STORED[1], _RUN[0])
 _CATALOG = _field(StoreConfig, "catalog", _ENGINE, env=True)
-ENGINE = (*ESTIMATE, _CATALOG, *_PROMPTS)
+ENGINE = (_MODEL, *_STORED, *_RUN, _CATALOG, *_PROMPTS)
 DEMO = (_PROMPTS[-1], *_RUN)
-CALIBRATE = (_MODEL, _STORED[1], *_RUN, *_PROMPTS[:2])
+CALIBRATE = (*ESTIMATE, _RUN[1], *_PROMPTS[:2])
 EVALUATE = (*CALIBRATE, *_PROMPTS[2:4])
 Contexts = Annotated[Words, _CONTEXT]
 REPAIR = (

@@ -46,8 +46,7 @@ _FINDS = {
     "unknown_rows": "{} chunk(s) in the store's list had no file, and were taken off it. They "
     "are computed again when a prompt needs them, or by kvrag precompute.",
     "dormant": "{} file(s) that are not in the store's list were removed.",
-    "other_versions": "{} file(s) of another version of kvrag were left, unused. kvrag gc removes "
-    "them.",
+    "other_versions": "{} file(s) of another version of kvrag are of no use to this one.",
     "foreign": "{} file(s) with another encryption key, or with none, were left unchecked. Set the "
     "key that they were written with, or remove them with kvrag gc --foreign.",
     "rejected": "{} chunk(s) are damaged or can't be read. Damaged ones were removed; they are "
@@ -284,6 +283,11 @@ def gc(
     """
     from kvrag.cli import check
 
+    if disk_bytes is not None and "://" in kv_dir:
+        raise ConfigError(
+            "--disk-bytes is for a store in a directory; limit a shared store by Redis's eviction, "
+            "or by the bucket's rules"
+        )
     with _existing_store(kv_dir, disk_bytes=disk_bytes) as store:
         before = _size(store)
         try:
@@ -327,8 +331,12 @@ def rm(
             raise InputError(
                 "--all erases every document; pass it without the options that name some"
             )
-        is_named = is_on_command_line(context, "namespace")
-        _rm_all(kv_dir, namespace if is_named else None, yes=yes, as_json=as_json)
+        _rm_all(
+            kv_dir,
+            namespace if is_on_command_line(context, "namespace") else None,
+            yes=yes,
+            as_json=as_json,
+        )
         return
     if not document and not collection:
         raise InputError(
@@ -338,7 +346,7 @@ def rm(
         from kvrag.precompute.library import members
 
         space = store.names.namespace(namespace)
-        known = store.catalog.documents(space)
+        known = dict.fromkeys(store.catalog.documents(space))
         below = [name for each in collection or () for name in members(known, each) or [f"{each}/"]]
         erased = {
             name: store.forget(space, name) for name in dict.fromkeys([*(document or ()), *below])
@@ -363,8 +371,7 @@ def _rm_all(kv_dir: str, namespace: str | None, *, yes: bool, as_json: bool) -> 
         if namespace is not None:
             space = store.names.namespace(namespace)
             of_what = f"the namespace {namespace!r}"
-        stored = store.catalog.stored(store.catalog.keys())
-        chunks = sum(space in (None, chunk.namespace) for chunk in stored.values())
+        chunks = len(store.catalog.known(store.catalog.present(space)))
         is_known = space is None or chunks > 0 or bool(store.catalog.documents(space))
         if not yes:
             typer.confirm(
@@ -414,12 +421,17 @@ def export(
         if asked and unknown == asked:
             fail(_no_such(unknown, namespace))
         keys = {key for name in asked for key in store.catalog.document_keys(space, name)}
+        # As for an existing store: a full disk must be an error, not a reason to evict copies.
         with closing(
-            open_store(target, StoreConfig(ram_bytes=0, **store_options(target, plain=plain)))
+            open_store(
+                target,
+                StoreConfig(ram_bytes=0, min_free_bytes=0, **store_options(target, plain=plain)),
+            )
         ) as other:
             counts = check.copy(store, other, keys if asked else None, namespaces=[namespace])
-    more = {"unknown": unknown} if asked else {}
-    _report_copy(f"Copied to {target}", counts, more, as_json=as_json)
+    _report_copy(
+        f"Copied to {target}", counts, {"unknown": unknown} if asked else {}, as_json=as_json
+    )
     if unknown:
         fail(_no_such(unknown, namespace))
 

@@ -54,8 +54,10 @@ def read_on(
             raise CancelledError
         some = list(ids[start : start + size])
         rows = done.extend(torch.tensor(some)).cpu()
-        before = [logits, *rows[:-1]]
-        told += [logprob_of(row, token, num_top) for row, token in zip(before, some, strict=True)]
+        told += [
+            logprob_of(row, token, num_top)
+            for row, token in zip([logits, *rows[:-1]], some, strict=True)
+        ]
         logits = rows[-1]
     whole = [*done.token_ids, *ids]
     return replace(

@@ -99,8 +99,10 @@ def refusal(config: Any) -> str | None:
 
 def is_encoder_decoder(config: Any) -> bool:
     """Whether a model of this config, or the text model in it, is an encoder-decoder."""
-    parts = (config, config.get_text_config(decoder=True))
-    return any(getattr(part, "is_encoder_decoder", False) for part in parts)
+    return any(
+        getattr(part, "is_encoder_decoder", False)
+        for part in (config, config.get_text_config(decoder=True))
+    )
 
 
 def rope_parameters(config: Any) -> list[dict[str, Any]]:

@@ -206,6 +206,20 @@ def is_current(catalog: Catalog, namespace: str, text: TextEntry, doc_id: str | 
     )
 
 
+def note_deleted(run: Precompute, chunks: Iterable[NewChunk]) -> None:
+    """Note documents that were deleted, or got another text, since the run began."""
+    if run.has_erased():
+        found = {
+            (chunk, name): None
+            for chunk in chunks
+            if chunk.entry is not None and run.guard.is_registered(chunk.entry)
+            for name in chunk.doc_ids
+            if not is_current(run.store.catalog, chunk.identity.namespace, chunk.entry, name)
+        }
+        if run.has_erased():  # else a look has failed meanwhile
+            run.deleted |= found
+
+
 def withdraw(store: TieredStore, chunks: Iterable[NewChunk]) -> None:
     """Unregister documents whose text has no KV, unless they have another text by now."""
     catalog = store.catalog
@@ -345,7 +359,8 @@ def _to_compute(
     run: Precompute, batch: list[NewChunk], claims: Claims, left: list[NewChunk]
 ) -> list[NewChunk]:
     """Return the chunks of a batch to compute; add those that another computes to ``left``."""
-    gone = Counter(chunk for chunk, _ in run.deleted(batch))
+    note_deleted(run, batch)
+    gone = Counter(chunk for chunk, _ in run.deleted)
     kept = [chunk for chunk in batch if gone[chunk] < len(chunk.doc_ids)]
     wanted = {chunk_key(chunk.identity): chunk for chunk in kept}
     # Texts with the same token ids share a chunk; the next round links the others.

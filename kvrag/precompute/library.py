@@ -6,8 +6,8 @@ A document of a collection is stored as ``collection/id``. A collection is only 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import lru_cache
 from typing import Any
 
@@ -89,8 +89,10 @@ class Library:
             raise ConfigError("retention is None; pass a kvrag.Retention")
         space = self.space_of(namespace)
         catalog = self.store.catalog
-        chosen = chosen_documents(catalog, space, ids, collection)
-        return self.store.retain(chosen_keys(catalog, space, chosen, keys), checked)
+        return self.store.retain(
+            chosen_keys(catalog, space, chosen_documents(catalog, space, ids, collection), keys),
+            checked,
+        )
 
     def clear(self, *, namespace: str | None = None) -> int:
         """Erase all documents and KV of a namespace, by default of **every** namespace.
@@ -101,14 +103,12 @@ class Library:
         with self.erasing(space):
             return self.store.clear(space)
 
-    @contextmanager
-    def erasing(self, space: str | None) -> Iterator[None]:
+    def erasing(self, space: str | None) -> AbstractContextManager[None]:
         """Erase documents of a namespace (``None``: of all): chunks missed before are not stored.
 
         Nothing is written meanwhile.
         """
-        with ERASURES.erasing(EVERYWHERE if space is None else space):
-            yield
+        return ERASURES.erasing(space or EVERYWHERE)
 
     def document_ids(
         self, *, collection: str | None = None, namespace: str | None = None

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 
 from kvrag.config import Retention, StoreConfig
@@ -24,7 +25,7 @@ from kvrag.precompute.documents import (
     NewChunk,
     batches,
     evicted,
-    is_current,
+    note_deleted,
     withdraw,
 )
 from kvrag.precompute.encode import KeptPrefix, encode_chunks, encode_prefix
@@ -81,7 +82,7 @@ class Precompute:
         self._loaded = loaded
         self.store = store
         self._config = config
-        self._guard = guard or Guard()
+        self.guard = guard or Guard()
         self._kept = kept
         self._lm = loaded.reusable
         self._retention = retention
@@ -110,6 +111,8 @@ class Precompute:
         self._write: Future[None] | None = None
         self._linked: list[NewChunk] = []
         self._done: list[NewChunk] = []
+        # Documents that were deleted, or got another text, meanwhile, with their chunks.
+        self.deleted = dict[tuple[NewChunk, str | None], None]()
         self.stored = self.skipped = self.stored_bytes = 0
         self.failed = Reasons()
         self.unstored = list[NewChunk]()
@@ -150,7 +153,7 @@ class Precompute:
         ):
             try:
                 for batch in batches(self, todo, batch_size, claims):
-                    self._guard.before_forward()
+                    self.guard.before_forward()
                     self._store_batch(batch)
                     progress.advance(len(batch))
             finally:
@@ -212,11 +215,11 @@ class Precompute:
                 f"{length} tokens behind {before} of prefix and context exceed the context window",
             )
             return False
-        with self._guard.storing():
+        with self.guard.storing():
             if not self.store.link(
                 chunk.identity,
                 text=chunk.entry,
-                is_registered=self._guard.is_registered(chunk.entry),
+                is_registered=self.guard.is_registered(chunk.entry),
             ):
                 return True
         self._linked.append(chunk)
@@ -306,7 +309,7 @@ class Precompute:
             if kv is not None:
                 try:
                     kv = self._new(self._prefix, kv, retention).kv
-                    with self._guard.storing():
+                    with self.guard.storing():
                         self.stored_bytes += self.store.put(
                             identity, kv, text=None, retention=retention
                         )
@@ -317,7 +320,7 @@ class Precompute:
     def _put_all(self, chunks: list[NewChunk], kvs: list[ChunkKV], ms_per_token: float) -> None:
         retention = self._retention or Retention()
         wanted = dict[NewChunk, NewKV]()
-        with self._guard.storing():
+        with self.guard.storing():
             for chunk, kv in zip(chunks, kvs, strict=True):
                 cost_ms = retention.cost_ms
                 if cost_ms is None:
@@ -332,6 +335,7 @@ class Precompute:
             for chunk, written in zip(wanted, results, strict=True):
                 if isinstance(written, StoreError):
                     if str(written) == MEANWHILE:
+                        self.deleted |= {(chunk, name): None for name in chunk.doc_ids}
                         continue
                     # No space, or a disk failure, concerns all chunks; other errors don't.
                     self.is_refused = isinstance(written.__cause__, FAULTS)
@@ -343,9 +347,9 @@ class Precompute:
 
     def _unless_erased(self, new: NewKV, written: int | StoreError) -> int | StoreError:
         """Put a chunk again whose text went with the text's last KV, but was not deleted."""
-        if str(written) == MEANWHILE and not self._has_erased():
+        if str(written) == MEANWHILE and self.has_erased() is False:
             [written] = self.store.put_all([new._replace(doc_ids=(None,))])
-            if self._has_erased():  # between the look and the write
+            if self.has_erased() is not False:  # between the look and the write
                 self.store.delete([chunk_key(new.identity)])
                 return StoreError(MEANWHILE)
         return written
@@ -358,38 +362,30 @@ class Precompute:
             chunk.identity,
             kv,
             chunk.entry,
-            () if self._guard.is_registered(chunk.entry) else (None,),
+            () if self.guard.is_registered(chunk.entry) else (None,),
             retention,
         )
 
-    def deleted(self, chunks: Sequence[NewChunk]) -> list[tuple[NewChunk, str | None]]:
-        """Return documents that were deleted, or got another text, meanwhile, with their chunks."""
-        if not self._has_erased():
-            return []
-        return [
-            (chunk, name)
-            for chunk in chunks
-            if chunk.entry is not None and self._guard.is_registered(chunk.entry)
-            for name in chunk.doc_ids
-            if not is_current(self.store.catalog, chunk.identity.namespace, chunk.entry, name)
-        ]
+    def has_erased(self) -> bool | None:
+        """Whether documents may have been deleted or replaced since the run began.
 
-    def _has_erased(self) -> bool:
-        """Whether documents may have been deleted or replaced since the run began."""
+        ``None`` if it is unknown now.
+        """
         erased = self.store.catalog.erased(self._prefix.identity.namespace)
-        return erased is None or erased != self._erased
+        return erased and erased != self._erased
 
     def _recount(self, chunks: Sequence[NewChunk]) -> None:
         """Report documents that were deleted meanwhile, and chunks that later chunks evicted."""
-        deleted = self.deleted(chunks)
-        self.failed += [(name or chunk.label, MEANWHILE) for chunk, name in deleted]
-        gone = {chunk for chunk, _ in deleted}
-        known = self.store.known([chunk_key(chunk.identity) for chunk in self._done])
-        for chunk in self._done:
-            if chunk_key(chunk.identity) not in known:
-                self.stored -= 1
-                if chunk not in gone:
-                    self._fail(chunk, evicted(self.store))
+        note_deleted(self, chunks)
+        self.failed += [(name or chunk.label, MEANWHILE) for chunk, name in self.deleted]
+        gone = {chunk for chunk, _ in self.deleted}
+        with suppress(StoreError):  # it can't be told now
+            absent = self.store.catalog.absent([chunk_key(chunk.identity) for chunk in self._done])
+            for chunk in self._done:
+                if chunk_key(chunk.identity) in absent:
+                    self.stored -= 1
+                    if chunk not in gone:
+                        self._fail(chunk, evicted(self.store))
 
     def _fail(self, chunk: NewChunk, reason: str) -> None:
         """Report a chunk that was not stored; it is computed at query time."""

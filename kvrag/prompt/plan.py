@@ -166,8 +166,12 @@ class Lookup:
         """
         identity = self.usable(whole)
         if identity is None:
-            absent = self._reason_of_miss(whole, is_given=piece.is_given)
-            return PlannedPiece(piece, ids, reason=absent, missed=missed)
+            return PlannedPiece(
+                piece,
+                ids,
+                reason=self._reason_of_miss(whole, is_given=piece.is_given),
+                missed=missed,
+            )
         is_mismatched = identity.prefix != self.prefix
         part = reason = None
         if len(ids) < len(whole):

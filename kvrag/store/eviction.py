@@ -97,8 +97,12 @@ class Sized(NamedTuple):
         stands in for an unknown cost.
         """
         cost = self.usage.cost_ms if self.usage.cost_ms >= 0 else self.num_tokens * token_ms
-        worth = cost * (1.0 + self.usage.hits) / max(1, self.num_bytes)
-        return worth / (max(0, now - self.usage.last) + 1)
+        return (
+            cost
+            * (1.0 + self.usage.hits)
+            / max(1, self.num_bytes)
+            / (max(0, now - self.usage.last) + 1)
+        )
 
 
 def token_ms(chunks: Iterable[Sized]) -> float:

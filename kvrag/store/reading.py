@@ -191,6 +191,9 @@ class Reader:
         found = self._from_blob(key, chunk, lambda blob: blob.load(), identity)
         if isinstance(found, Hole):
             return found
+        if epochs != self.memory.epochs():  # it may have been erased before it was copied
+            with suppress(OSError):
+                self.blobs.forget([key])
         with self._lock:
             self._counts["hits"] += 1
         self.catalog.touch(key)

@@ -19,7 +19,7 @@ from kvrag.config import Retention, StoreConfig
 from kvrag.config.address import place
 from kvrag.errors import StoreError
 from kvrag.kv.crypto import Keys
-from kvrag.kv.format import BlobRejected
+from kvrag.kv.format import BlobRejected, OtherVersion
 from kvrag.store.base import Blobs, Listener, NewKV, StoreEvent, StoreStats
 from kvrag.store.blobs import KEY
 from kvrag.store.catalog import Catalog
@@ -163,7 +163,8 @@ class TieredStore:
         """Store a chunk and return the bytes written.
 
         Returns 0 if the chunk is stored already; then only text and document are added. Raises
-        ``StoreError``, and leaves nothing of the chunk, if it can't be written or finds no room.
+        ``StoreError``, and leaves nothing but the document, if the chunk can't be written or finds
+        no room.
         """
         [written] = self.put_all([NewKV(identity, kv, text, (doc_id,), retention)], reason=reason)
         if isinstance(written, StoreError):
@@ -201,7 +202,7 @@ class TieredStore:
         ``retention`` omits stays as it was. Raises ``StoreError``.
         """
         self._check_writable()
-        keys = list(dict.fromkeys(keys))
+        keys = list(keys)
         found = self.catalog.retain(keys, retention)
         for tier in self.tiers:
             tier.retain(keys, retention)
@@ -278,18 +279,19 @@ class TieredStore:
     def erase_dormant(self, namespace: str | None = None) -> int:
         """Erase blobs without a row, and return their number; raises ``StoreError``.
 
-        With ``namespace``, a digest, only blobs of this namespace are erased.
+        With ``namespace``, a digest, only blobs of this namespace are erased; else also all that an
+        earlier version of the format has left.
         """
         going = set()
         for key in self.listed() - self.catalog.present():
             try:
-                is_going = namespace in (None, self.reader.blob(key).header.identity.namespace)
+                if namespace in (None, self.reader.blob(key).header.identity.namespace):
+                    going.add(key)
             except BlobRejected as fault:  # blobs of other keys and unreadable blobs stay
-                is_going = fault.hole == "damaged" and namespace is None
-            if is_going:
-                going.add(key)
+                if namespace is None and (fault.hole == "damaged" or type(fault) is OtherVersion):
+                    going.add(key)
         self._erase(going, "deleted")
-        if namespace is None and self.catalog.state().dormant:
+        if namespace is None:
             self.catalog.no_dormant()
         return len(going)
 

@@ -149,10 +149,10 @@ class Writer:
             )
 
     def _take_back(self, job: _Job) -> None:
-        """Remove all traces of a chunk that could not be written."""
+        """Remove a chunk that could not be written; its documents stay."""
         key = job.record.key
         with suppress(OSError):
-            self.catalog.cancel(key, job.new.text, job.new.doc_ids)
+            self.catalog.cancel(key)
         with suppress(OSError):
             # Another writer may have stored the chunk meanwhile; then its blob stays.
             if not self.catalog.known([key]):

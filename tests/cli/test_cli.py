@@ -329,6 +329,7 @@ def test_estimate_reads_a_config_and_counts_a_corpus(run, notes):
     assert estimate["bytes_per_token"] == 2 * 4 * 2 * 16 * 4  # layers, heads, head dim, float32
     assert estimate["corpus"]["chunks"] == 4
     assert estimate["corpus_bytes"] == estimate["bytes_per_token"] * estimate["corpus"]["tokens"]
+    assert run("estimate", "--device", "cpu").exit_code == 2
     guessed = json.loads(run("estimate", "--corpus", notes, "--config-only", "--json").stdout)
     assert "guessed" in guessed["corpus"]["source"]
 

@@ -60,6 +60,12 @@ WAYS: dict[str, Callable[[KVRagEngine], object]] = {
 }
 
 
+def test_looks_that_fail_meanwhile_drop_nothing(engine, monkeypatch):
+    looks = {"erased": lambda _: None, "known": lambda _: set(), "document_texts": lambda *_: []}
+    meanwhile(monkeypatch, lambda: vars(engine.store.catalog).update(looks))
+    assert engine.precompute(TEXTS, ids=IDS, batch_size=2).stored == 6
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("is_other", [False, True], ids=["itself", "another engine"])
 @pytest.mark.parametrize("way", WAYS)

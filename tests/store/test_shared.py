@@ -437,8 +437,8 @@ def test_an_address_that_is_no_catalog_is_refused(tmp_path, kv_dir, catalog, err
 # -- copies on a disk ----------------------------------------------------------------------------------------------------
 
 
-def test_copies_of_what_was_erased_leave_at_the_next_look(shared, tmp_path):
-    """Whether the machine has looked meanwhile, or was stopped."""
+def test_copies_of_what_was_erased_leave_at_the_next_look(shared, tmp_path, monkeypatch):
+    """Whether the machine has looked meanwhile, was stopped, or was just reading."""
     here = shared(tmp_path / "copies")
     for number in range(3):
         put(here, number)
@@ -451,6 +451,15 @@ def test_copies_of_what_was_erased_leave_at_the_next_look(shared, tmp_path):
     again = shared(tmp_path / "copies")
     assert same_bits(again.get(make_identity(2)), make_kv(make_identity(2)))
     assert again.blobs.local.keys() == keys_of(2)
+    blobs, read = again.blobs, again.blobs.shared.read
+    looks = [lambda: there.forget(NAMESPACE, "doc 2"), again.memory.follow]
+    monkeypatch.setattr(
+        blobs.shared, "read", lambda key: (read(key), [each() for each in looks])[0]
+    )
+    again.release()
+    blobs.forget(keys_of(2))
+    again.get(make_identity(2))
+    assert blobs.local.keys() == set()
 
 
 def test_copies_stay_while_the_database_can_not_be_reached(shared, tmp_path, monkeypatch):

@@ -6,8 +6,10 @@ Processes share the catalog; every change is a transaction.
 from __future__ import annotations
 
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,8 @@ class Catalog(Hits):
         make = rows or partial(open_table, folder, durable=durable)
         self._rows = make(seal=self._seal, read_only=read_only, begin=self._begin)
         self.read_only = self._rows.read_only
+        # The end of a sentence that refuses a change of a store open for reading only.
+        self.remedy = self._rows.remedy
 
     def link(self, key: ChunkKey, text: TextEntry | None, doc_ids: DocIds) -> bool:
         """Add text and documents to a stored chunk, and return whether the chunk is stored.
@@ -171,14 +175,14 @@ class Catalog(Hits):
         return there
 
     @one_step
-    def cancel(self, key: ChunkKey, text: TextEntry | None, doc_ids: DocIds) -> None:
-        """Undo :meth:`begin`, unless another writer has confirmed the chunk."""
+    def cancel(self, key: ChunkKey) -> None:
+        """Remove a chunk that :meth:`begin` added, unless another writer has confirmed it.
+
+        Documents stay: they may have other chunks, which must go when they are deleted.
+        """
         chunk = self._chunk(key)
         if chunk and chunk.pending:
             self._drop(key, chunk)
-            for doc_id in doc_ids:
-                if text is not None and doc_id is not None:
-                    self._unrefer(chunk.namespace, doc_id, {text.digest})
 
     @one_step
     def remove(self, erased: Revisions) -> int:
@@ -212,8 +216,9 @@ class Catalog(Hits):
         With ``digests``, remove only these of its texts. See :meth:`remove`. Returns ``False``, and
         changes nothing, if the document has further such chunks by now.
         """
-        going = self.only_held_by(namespace, doc_id, digests)
-        if not self.revisions(going).items() <= erased.items():
+        if not (
+            self.revisions(self.only_held_by(namespace, doc_id, digests)).items() <= erased.items()
+        ):
             return False
         self.remove(erased)
         self._unrefer(namespace, doc_id, digests or self.document_texts(namespace, doc_id))
@@ -241,7 +246,14 @@ class Catalog(Hits):
 
     @one_step
     def no_dormant(self) -> None:
-        """Note that the blobs of an earlier catalog were erased."""
+        """Note that the blobs of an earlier catalog were erased, and erase it, of whatever version.
+
+        Catalogs of earlier versions named documents; what was damaged lay beside them.
+        """
+        for name in ("index", "references", "quarantine"):
+            if self.folder is not None:
+                with suppress(FileNotFoundError):
+                    shutil.rmtree(self.folder.with_name(name))
         self._rows.set("s", self.state()._replace(dormant=False))
 
     def scrub(self) -> None:

@@ -68,7 +68,7 @@ class Hits(Ledger, Forking):
         Raises ``StoreError``.
         """
         self.flush()
-        keys = [ChunkKey(key) for key in self._rows.names("c ")]
+        keys = sorted(self.present())
         found = [
             each
             for first in range(0, len(keys), AT_ONCE)

@@ -113,11 +113,6 @@ class Ledger:
     _rows: CatalogRows
     _seal: RowCipher | None
 
-    @property
-    def remedy(self) -> str:
-        """The end of a sentence that refuses a change of a store open for reading only."""
-        return self._rows.remedy
-
     def get(self, key: ChunkKey) -> ChunkRecord | None:
         """Return the record of a stored chunk."""
         chunk = self.stored_row(key)
@@ -138,22 +133,20 @@ class Ledger:
         """
         return [key for key, chunk in self._all_chunks() if chunk.pending is pending]
 
+    @one_step
     def present(self, namespace: str | None = None) -> set[ChunkKey]:
         """Return the keys of all chunks, or of a namespace's, stored or pending.
 
         Raises ``StoreError`` rather than omit a key.
         """
         if namespace is None:
-            return {ChunkKey(key) for key in self._rows.change(lambda: self._rows.names("c "))}
-        return {
-            key
-            for key, chunk in self._rows.change(self._all_chunks)
-            if chunk.namespace == namespace
-        }
+            return set(map(ChunkKey, self._rows.names("c ")))
+        return {key for key, chunk in self._all_chunks() if chunk.namespace == namespace}
 
+    @one_step
     def absent(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Return the keys without a row; raises ``StoreError`` if rows can't be read."""
-        return set(keys) - {key for key, _ in self._rows.change(lambda: self._chunks(keys))}
+        return set(keys) - {key for key, _ in self._chunks(keys)}
 
     def revisions(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, int]:
         """Return the revisions of chunks, stored or pending; 0 if a row is absent or malformed."""
@@ -167,8 +160,10 @@ class Ledger:
 
         They may be behind any prefix and context.
         """
-        keys = map(ChunkKey, self._strings(f"i {content}"))
-        return [chunk.record(key) for key, chunk in self.stored(keys).items()]
+        return [
+            chunk.record(key)
+            for key, chunk in self.stored(map(ChunkKey, self._strings(f"i {content}"))).items()
+        ]
 
     def texts(self, namespace: str, after: int) -> tuple[list[TextEntry], int]:
         """Return the texts of a namespace added after cursor ``after`` (0: all), and a new cursor.
@@ -184,7 +179,7 @@ class Ledger:
         found = list[TextEntry]()
         for texts in self._read_all(PAGE, [f"l {namespace} {page}" for page in pages]):
             found += [
-                texts[number] for number in sorted(texts or ()) if texts and start <= number <= last
+                text for number, text in sorted((texts or {}).items()) if start <= number <= last
             ]
         return found, last
 
@@ -202,13 +197,18 @@ class Ledger:
 
     def key_texts(self, key: ChunkKey) -> list[TextEntry]:
         """Return the texts of a stored chunk."""
-        chunk = self.stored_row(key)
-        if chunk is None:
-            return []
-        return [text.entry for text in self._texts(chunk.namespace, chunk.digests)]
+        return [
+            text.entry
+            for chunk in self.stored([key]).values()
+            for text in self._texts(chunk.namespace, chunk.digests)
+        ]
 
+    @one_step
     def documents(self, namespace: str) -> list[str]:
-        """Return the ids of all documents of a namespace, with or without stored chunks."""
+        """Return the ids of all documents of a namespace, with or without stored chunks.
+
+        Raises ``StoreError`` rather than omit a document.
+        """
         found = []
         for name in self._rows.names(f"z {namespace} "):
             text = name if self._seal is None else self._seal.open(name, "z")
@@ -284,10 +284,7 @@ class Ledger:
 
     def stored_row(self, key: ChunkKey) -> ChunkRow | None:
         """Return the row of a stored chunk."""
-        chunk = self._chunk(key)
-        if chunk and not chunk.pending:
-            return chunk
-        return None
+        return self.stored([key]).get(key)
 
     def _chunks(self, keys: Iterable[ChunkKey]) -> list[tuple[ChunkKey, ChunkRow]]:
         """Return the rows of chunks, stored or pending; absent rows are left out."""
