@@ -12,6 +12,9 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_kit import served
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
 
 from kvrag import ConfigError, KVRagEngine, StoreConfig
 from kvrag.testing.models import tiny_model
@@ -93,14 +96,13 @@ def test_large_bodies_are_refused_whatever_they_say_of_their_length(engine):
 class TestKeys:
     @pytest.fixture(scope="class")
     @staticmethod
-    def url(tiny_dir):
-        engine = KVRagEngine.from_pretrained(tiny_dir, context=None)
-        with served(engine, ServerConfig(model_name="tiny", api_keys={"ka": "a", "kb": "b"})) as (
-            _,
-            url,
+    def shared(tiny_dir):
+        config = ServerConfig(model_name="tiny", api_keys={"ka": "a", "kb": "b"})
+        with (
+            closing(KVRagEngine.from_pretrained(tiny_dir, context=None)) as engine,
+            served(engine, config) as (app, url),
         ):
-            yield url
-        engine.close()
+            yield engine, app, url
 
     @pytest.mark.parametrize(
         "headers",
@@ -113,14 +115,17 @@ class TestKeys:
             {"x-api-key": "ka", "Authorization": "Bearer kc"},
         ],
     )
-    def test_without_a_known_one_nothing_is_answered(self, url, headers):
+    @pytest.mark.parametrize("prefix", ["none", "mount", "root"])
+    def test_without_a_known_one_nothing_is_answered(self, app, http, headers, prefix):
+        mounted = TestClient(Starlette(routes=[Mount("/v", app)]), "http://localhost/v")
+        behind = TestClient(app, "http://localhost/v", root_path="/v")
+        client = {"none": http, "mount": mounted, "root": behind}[prefix]
         for path in ("/v1/models", "/v1/kv/stats", "/v1/kv/documents"):
-            response = httpx.get(url + path, headers=headers)
-            assert (response.status_code, response.json()["error"]["code"]) == (
-                401,
-                "invalid_api_key",
-            )
-        assert httpx.get(f"{url}/health").status_code == 200
+            response = client.get(path, headers=headers)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (401, "invalid_api_key")
+        assert client.get("/v1/models", headers={"x-api-key": "ka"}).status_code == 200
+        assert client.get("/health").status_code == 200
 
     def test_each_has_its_own_documents(self, url, chunks):
         a, b = {"Authorization": "Bearer ka"}, {"x-api-key": "kb"}

@@ -26,7 +26,7 @@ class Gate:
     ``scope["state"]`` gets ``tenant`` (``None`` without keys) and ``record``. At the end the record
     is passed to ``count``, logged and traced. Clients see only kvrag's own messages: an error
     inside is answered and logged here, and not raised further. ``open_paths`` are the paths that
-    need no key; by default all that are not under ``/v1``.
+    need no key; by default all without ``/v1``, behind whatever prefix.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Gate:
 
     def _tenant(self, path: str, headers: dict[str, str]) -> str | None:
         """Return the tenant of the request's key; raise ``APIError`` without a known key."""
-        is_open = path in self._open_paths if self._open_paths else not path.startswith(_GUARDED)
+        is_open = path in self._open_paths if self._open_paths else _GUARDED not in path
         if is_open or not self._config.api_keys:
             return None
         tenant = self._config.tenant_of(
