@@ -6,7 +6,7 @@ It is plain ASGI, because responses are streamed.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
 from sse_starlette.sse import SendTimeoutError
@@ -176,9 +176,7 @@ class Gate:
 
 def _is_too_slow(error: BaseException) -> bool:
     """Return whether a client that reads too slowly caused an error, directly or as its cause."""
-    inner: Sequence[BaseException] = ()
-    if isinstance(error, BaseExceptionGroup):
-        inner = error.exceptions
-    elif error.__cause__:
-        inner = [error.__cause__]
-    return isinstance(error, SendTimeoutError) or any([_is_too_slow(each) for each in inner])
+    inner = getattr(error, "exceptions", [error.__cause__])  # of a group
+    return isinstance(error, SendTimeoutError) or any(
+        [_is_too_slow(each) for each in inner if each]
+    )
