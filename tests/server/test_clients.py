@@ -115,11 +115,14 @@ MANY = ([{}] * 3000, [[None]] * 3000, [*[5] * 3000, "x"], {f"{n}a": "x" for n in
     "model", [each for each in vars(schema).values() if getattr(each, "model_fields", None)]
 )
 def test_many_faults_are_read_up_to_the_first(model):
+    counts = {}
     for path, many in product(fields_of(model), MANY):
         for body in (many, with_value({}, path, many)):
-            with pytest.raises(ValidationError) as caught:
+            try:
                 model.model_validate(body)
-            assert caught.value.error_count() < 2_100, path
+            except ValidationError as error:
+                counts[path] = max(counts.get(path, 0), error.error_count())
+    assert max(counts.values(), default=0) < 2_100, counts
 
 
 NULLS = {
