@@ -1,7 +1,8 @@
 """Errors, limits, keys, and the index side, over a real socket."""
 
 import json
-import time
+import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import pairwise
@@ -11,7 +12,10 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_kit import served
+from server_kit import served, until
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
 
 from kvrag import ConfigError, KVRagEngine, StoreConfig
 from kvrag.testing.models import tiny_model
@@ -42,7 +46,7 @@ def test_a_fault_inside_tells_the_client_nothing(http, app, monkeypatch):
     assert response.headers["x-should-retry"] == "false"
 
 
-def test_an_error_after_the_first_byte_is_an_event(http, app, engine, monkeypatch):
+def test_an_error_after_the_first_byte_is_an_event_and_counts_as_one(http, app, monkeypatch):
     class Failing:
         async def _texts(self):
             yield "some"
@@ -54,6 +58,7 @@ def test_an_error_after_the_first_byte_is_an_event(http, app, engine, monkeypatc
         def cancel(self):
             pass
 
+    before = sample(http, "kvrag_requests_total", code="500")
     monkeypatch.setattr(app.state.service.engine, "astream", lambda *_, **__: Failing())
     with http.stream("POST", "/v1/chat/completions", json={**ASK, "stream": True}) as response:
         events = [
@@ -62,6 +67,7 @@ def test_an_error_after_the_first_byte_is_an_event(http, app, engine, monkeypatc
     assert response.status_code == 200
     assert events[1]["choices"][0]["delta"]["content"] == "some"
     assert events[-1]["error"]["code"] == "server_error"
+    until(lambda: sample(http, "kvrag_requests_total", code="500") == before + 1)
 
 
 def test_requests_have_ids(http):
@@ -93,14 +99,13 @@ def test_large_bodies_are_refused_whatever_they_say_of_their_length(engine):
 class TestKeys:
     @pytest.fixture(scope="class")
     @staticmethod
-    def url(tiny_dir):
-        engine = KVRagEngine.from_pretrained(tiny_dir, context=None)
-        with served(engine, ServerConfig(model_name="tiny", api_keys={"ka": "a", "kb": "b"})) as (
-            _,
-            url,
+    def shared(tiny_dir):
+        config = ServerConfig(model_name="tiny", api_keys={"ka": "a", "kb": "b"})
+        with (
+            closing(KVRagEngine.from_pretrained(tiny_dir, context=None)) as engine,
+            served(engine, config) as (app, url),
         ):
-            yield url
-        engine.close()
+            yield engine, app, url
 
     @pytest.mark.parametrize(
         "headers",
@@ -113,14 +118,17 @@ class TestKeys:
             {"x-api-key": "ka", "Authorization": "Bearer kc"},
         ],
     )
-    def test_without_a_known_one_nothing_is_answered(self, url, headers):
+    @pytest.mark.parametrize("prefix", ["none", "mount", "root"])
+    def test_without_a_known_one_nothing_is_answered(self, app, http, headers, prefix):
+        mounted = TestClient(Starlette(routes=[Mount("/v", app)]), "http://localhost/v")
+        behind = TestClient(app, "http://localhost/v", root_path="/v")
+        client = {"none": http, "mount": mounted, "root": behind}[prefix]
         for path in ("/v1/models", "/v1/kv/stats", "/v1/kv/documents"):
-            response = httpx.get(url + path, headers=headers)
-            assert (response.status_code, response.json()["error"]["code"]) == (
-                401,
-                "invalid_api_key",
-            )
-        assert httpx.get(f"{url}/health").status_code == 200
+            response = client.get(path, headers=headers)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (401, "invalid_api_key")
+        assert client.get("/v1/models", headers={"x-api-key": "ka"}).status_code == 200
+        assert client.get("/health").status_code == 200
 
     def test_each_has_its_own_documents(self, url, chunks):
         a, b = {"Authorization": "Bearer ka"}, {"x-api-key": "kb"}
@@ -134,26 +142,16 @@ class TestKeys:
             "messages": [{"role": "user", "content": f"{chunks[0]}\n\nWho?"}],
             "kvrag": {"mode": "stitch"},
         }
-        cached = [
-            httpx.post(f"{url}/v1/chat/completions", json=ask, headers=who, timeout=60).json()[
-                "kvrag"
-            ][0]["cached_tokens"]
+        replies = [
+            httpx.post(f"{url}/v1/chat/completions", json=ask, headers=who, timeout=60).json()
             for who in (a, b)
         ]
+        cached = [reply["kvrag"][0]["cached_tokens"] for reply in replies]
         assert cached[0] > 50
         assert cached[1] < 30
-        assert (
-            httpx.post(f"{url}/v1/kv/delete", json={"ids": ["one"]}, headers=b).json()[
-                "erased_chunks"
-            ]
-            == 0
-        )
-        assert (
-            httpx.post(f"{url}/v1/kv/delete", json={"ids": ["one"]}, headers=a).json()[
-                "erased_chunks"
-            ]
-            == 1
-        )
+        for who, count in ((b, 0), (a, 1)):
+            reply = httpx.post(f"{url}/v1/kv/delete", json={"ids": ["one"]}, headers=who).json()
+            assert reply["erased_chunks"] == count
 
 
 def test_explain_says_what_is_found(http, chunks):
@@ -176,13 +174,8 @@ def test_stats_count(http):
 def sample(http, name, **labels):
     """The value of a metric, and 0 where there is none yet."""
     families = text_string_to_metric_families(http.get("/metrics").text)
-    samples = [
-        s
-        for family in families
-        for s in family.samples
-        if s.name == name and labels.items() <= s.labels.items()
-    ]
-    return sum(s.value for s in samples)
+    samples = [s for family in families for s in family.samples if s.name == name]
+    return sum(s.value for s in samples if labels.items() <= s.labels.items())
 
 
 def test_metrics_count_what_was_answered(http, client, chunks):
@@ -281,9 +274,8 @@ def test_a_model_on_this_machine_is_called_by_its_own_name(tiny_dir):
         served(KVRagEngine.from_pretrained(tiny_dir), ServerConfig()) as (_, url),
         httpx.Client(base_url=url) as http,
     ):
-        assert [card["id"] for card in http.get("/v1/models").json()["data"]] == [
-            Path(tiny_dir).name
-        ]
+        (card,) = http.get("/v1/models").json()["data"]
+        assert card["id"] == Path(tiny_dir).name
 
 
 def test_a_prompt_longer_than_the_window_is_refused_or_slides(tokenizer):
@@ -300,24 +292,24 @@ def test_a_prompt_longer_than_the_window_is_refused_or_slides(tokenizer):
         refused = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         slides = {**body, "max_tokens": 8, "kvrag": {"max_context": "slide"}}
         answered = httpx.post(f"{url}/v1/chat/completions", json=slides, timeout=60)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (
-        400,
-        "context_length_exceeded",
-    )
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (400, "context_length_exceeded")
     assert answered.json()["kvrag"][0]["evicted_tokens"] > 0
 
 
-def test_requests_that_precompute_hold_up_no_others(shared, http):
-    engine, _, _ = shared
-    body = {
-        "documents": [
-            {"text": "The keeper of the ledger counts the ships that came by night. " * 8}
-        ]
-    }
-    with ThreadPoolExecutor(48) as pool:
-        with engine.loaded.lm.lock:
-            waiting = [pool.submit(http.post, "/v1/kv/precompute", json=body) for _ in range(48)]
-            time.sleep(0.5)
-            assert http.get("/v1/kv/stats", timeout=5).status_code == 200
-            assert http.get("/v1/kv/documents", timeout=5).status_code == 200
-        assert all(each.result(60).status_code in (200, 429, 503) for each in waiting)
+def test_requests_that_precompute_hold_up_no_others(shared, http, monkeypatch):
+    engine, app, _ = shared
+    precomputes, gate, real = app.state.service.precomputes, threading.Event(), engine.precompute
+    monkeypatch.setattr(precomputes, "_max_waiting", 70)
+    monkeypatch.setattr(
+        engine, "precompute", lambda *args, **options: gate.wait(60) and real(*args, **options)
+    )
+    body = {"documents": [{"text": "The keeper counts the ships that came by night. " * 8}]}
+    with ThreadPoolExecutor(80) as pool:
+        sent = [pool.submit(http.post, "/v1/kv/precompute", json=body) for _ in range(80)]
+        until(lambda: precomputes.running == 4 and precomputes.waiting == 70)
+        assert http.get("/v1/kv/stats", timeout=5).status_code == 200
+        assert http.get("/v1/kv/documents", timeout=5).status_code == 200
+        assert http.post("/v1/chat/completions", json=ASK, timeout=20).status_code == 200
+        gate.set()
+        assert Counter(each.result(60).status_code for each in sent) == {200: 74, 503: 6}

@@ -4,6 +4,8 @@ import re
 
 import pytest
 from clients import CHAT, ID, TEXT, TOOL, USER
+from starlette.applications import Starlette
+from starlette.routing import Mount
 from starlette.testclient import TestClient
 from test_clients import ASK, PROMPT
 
@@ -24,11 +26,12 @@ def http():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = THINKS
     engine = KVRagEngine.from_pretrained(tiny_model(), tokenizer=tokenizer, prove="off")
-    with TestClient(
-        create_app(engine, ServerConfig(model_name=ID)),
-        base_url="http://localhost",
-        raise_server_exceptions=False,
-    ) as client:
+    app = create_app(engine, ServerConfig(model_name=ID))
+    mounts = [Mount("/kvrag", app)]
+    outer = Starlette(routes=mounts, lifespan=lambda _: app.router.lifespan_context(app))
+    address = "http://localhost/kvrag"
+    with TestClient(outer, base_url=address, raise_server_exceptions=False) as client:
+        assert client.get("/ready").status_code == 200
         yield client
     engine.close()
 

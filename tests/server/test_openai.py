@@ -29,11 +29,12 @@ def test_an_answer_is_the_engines(client, engine, asked):
     assert got.kvrag[0]["exactness"] == want.exactness == "repaired"
 
 
-def test_a_stream_adds_up_to_the_answer_and_ends_with_the_usage(client, asked):
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_stream_adds_up_to_the_answer_and_ends_with_the_usage(client, asked, trace):
     whole = client.chat.completions.create(**asked)
-    chunks = list(
-        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-    )
+    traced, counted = {"kvrag": {"trace": True}}, {"stream_options": {"include_usage": True}}
+    own = {"stream": True, "extra_body": traced if trace else counted}
+    chunks = list(client.chat.completions.create(**asked, **own))
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
     assert chunks[0].choices[0].delta.role == "assistant"
     assert (
@@ -45,6 +46,7 @@ def test_a_stream_adds_up_to_the_answer_and_ends_with_the_usage(client, asked):
     ]
     assert chunks[-1].choices == []
     assert chunks[-1].usage == whole.usage
+    assert ("tokens" in chunks[-1].kvrag[0]) == trace
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
@@ -71,24 +73,15 @@ def test_text_completions_take_several_prompts_and_several_choices(client, engin
 
 def test_documents_in_the_body_are_reused(client, chunks):
     ask = [{"role": "user", "content": ASK}]
-    body = {
-        "kvrag": {
-            "documents": [{"text": text} for text in chunks],
-            "mode": "stitch",
-            "repair": {"strategy": "none"},
-        }
-    }
+    own = {"documents": [{"text": text} for text in chunks], "mode": "stitch"}
+    body = {"kvrag": own | {"repair": {"strategy": "none"}}}
     got = client.chat.completions.create(
         model="tiny", messages=ask, max_tokens=2, temperature=0, extra_body=body
     )
     assert got.kvrag[0]["cached_tokens"] > 100
     assert got.kvrag[0]["repaired_tokens"] == 0
-    assert (
-        client.chat.completions.create(model="tiny", messages=ask, max_tokens=2).kvrag[0][
-            "cached_tokens"
-        ]
-        < 50
-    )
+    plain = client.chat.completions.create(model="tiny", messages=ask, max_tokens=2)
+    assert plain.kvrag[0]["cached_tokens"] < 50
 
 
 def test_stop_strings_end_an_answer(client, asked):
@@ -103,12 +96,8 @@ async def test_many_at_once_each_get_their_own_answer(url, engine, chunks):
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
 
         async def ask(i):
-            options = {
-                "model": "tiny",
-                "messages": prompt_of(orders[i]),
-                "max_tokens": 4,
-                "temperature": 0,
-            }
+            options = {"model": "tiny", "messages": prompt_of(orders[i]), "max_tokens": 4}
+            options["temperature"] = 0
             if i % 2:
                 return (await client.chat.completions.create(**options)).choices[0].message.content
             stream = await client.chat.completions.create(**options, stream=True)

@@ -28,8 +28,12 @@ class Admission:
         self._max_waiting = max_waiting
         self._seconds = 1.0
         self.running = 0
-        self.waiting = 0
         self.is_draining = False
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return self._of_tenant.total() - self.running
 
     @property
     def retry_after_s(self) -> int:
@@ -68,23 +72,13 @@ class Admission:
         self.check(tenant)
         self._of_tenant[tenant or ""] += 1
         try:
-            async with self._turn():
-                yield
+            async with self._slots:
+                start = time.monotonic()
+                self.running += 1
+                try:
+                    yield
+                finally:
+                    self._seconds += _SMOOTHING * (time.monotonic() - start - self._seconds)
+                    self.running -= 1
         finally:
             self._of_tenant[tenant or ""] -= 1
-
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        self.waiting += 1
-        try:
-            await self._slots.acquire()
-        finally:
-            self.waiting -= 1
-        start = time.monotonic()
-        self.running += 1
-        try:
-            yield
-        finally:
-            self._seconds += _SMOOTHING * (time.monotonic() - start - self._seconds)
-            self.running -= 1
-            self._slots.release()

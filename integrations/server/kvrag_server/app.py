@@ -26,7 +26,7 @@ from kvrag_server.errors import handle_errors
 from kvrag_server.fields import JsonObject
 from kvrag_server.gate import Gate
 from kvrag_server.metrics import Metrics
-from kvrag_server.service import Desk, Service, served_name, service_of
+from kvrag_server.service import PRECOMPUTES, Desk, Service, served_name, service_of
 
 QUIET: Any = dict.fromkeys(("tracing", "metrics", "logs", "operation_spans"), False)
 """Switches off the telemetry of newer FastAPI versions.
@@ -57,10 +57,16 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
     """
     config = config or ServerConfig()
     app = FastAPI(title="kvrag", version=kvrag.__version__, lifespan=_life, telemetry=QUIET)
-    admission = Admission(config.max_running, config.max_waiting, config.max_per_key)
+    turns = config.max_waiting, config.max_per_key
+    admission = Admission(config.max_running, *turns)
     metered = Metrics(engine, admission, lambda: engine.load.kv_bytes)
     app.state.service = Service(
-        engine, served_name(engine.source.name, config), config, admission, metered
+        engine,
+        served_name(engine.source.name, config),
+        config,
+        admission,
+        metered,
+        Admission(PRECOMPUTES, *turns),
     )
     app.state.is_loaded = False
     app.state.invitation = "ask it in a browser"

@@ -136,7 +136,7 @@ async def _complete(
                 **head,
                 "object": shape.object,
                 "choices": choices,
-                **usage_of(results, body.n, tokenizer if body.kvrag.trace else None),
+                **usage_of(results, body.n, tokenizer, is_traced=body.kvrag.trace),
             }
         )
     first: asyncio.Task[Piece] = asyncio.create_task(pieces.asend(None))
@@ -170,9 +170,7 @@ async def unless_gone(request: Request, task: asyncio.Task[Any], timeout_s: floa
             task.cancel()
             await asyncio.wait({task})
             raise ClientDisconnect
-        if task.done():
-            return task.result()
-        return None
+        return task.result() if task.done() else None
     except asyncio.CancelledError:
         task.cancel()
         await asyncio.wait({task})  # the generator that it reads must not be closed earlier
@@ -316,15 +314,16 @@ async def _events(
     record: RequestRecord,
 ) -> AsyncIterator[ServerSentEvent]:
     """Yield a completion as OpenAI's events; an error after the first byte is an event, too."""
-    kind = shape.object + ".chunk" if shape.is_chat else shape.object
-    wants_usage = getattr(body.stream_options, "include_usage", False)
+    is_traced = body.kvrag.trace
+    wants_usage = is_traced or getattr(body.stream_options, "include_usage", False)
     results: dict[int, GenerationResult] = {}
 
+    frame = {**head, "object": shape.object + ".chunk" * shape.is_chat}
+    if wants_usage:
+        frame["usage"] = None
+
     def event(choices: list[JsonObject], **more: Any) -> ServerSentEvent:
-        usage = {"usage": None} if wants_usage else {}
-        return ServerSentEvent(
-            json.dumps({**head, "object": kind, "choices": choices, **usage, **more})
-        )
+        return ServerSentEvent(json.dumps({**frame, "choices": choices, **more}))
 
     begun = set()
     try:
@@ -344,13 +343,12 @@ async def _events(
                         [shape.delta(index, "", piece.finish_reason, logprobs.of(index, piece))]
                     )
         if wants_usage:
-            tokenizer = logprobs.tokenizer if body.kvrag.trace else None
-            yield event(
-                [], **usage_of([results[index] for index in sorted(results)], body.n, tokenizer)
-            )
+            made = [results[index] for index in sorted(results)]
+            yield event([], **usage_of(made, body.n, logprobs.tokenizer, is_traced=is_traced))
     except Exception as error:
         fault = as_api_error(error)
         record.code = fault.code
+        record.status = fault.status
         yield ServerSentEvent(json.dumps(fault.body))
     yield ServerSentEvent("[DONE]")
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 
-from anyio import to_thread
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 
@@ -23,16 +21,18 @@ router = APIRouter(prefix="/v1/kv")
 async def precompute(body: PrecomputeRequest, request: Request) -> JsonObject:
     """Compute and store the KV of documents."""
     service = service_of(request)
-    namespace = service.namespace(request.state.tenant)
+    tenant = request.state.tenant
+    namespace = service.namespace(tenant)
     texts = [document.text for document in body.documents]
     ids = [document.id for document in body.documents]
     items = IndexRequest(texts, ids=ids, collection=body.collection).items()
-    service.admission.check(request.state.tenant)
+    service.admission.check(tenant)  # a server that shuts down, or has too much to answer
+    service.precomputes.check(tenant)
     # When the request comes, because a deletion may come while it waits for a slot.
     store = service.engine.store
     await run_in_threadpool(items.announce, store, store.names.namespace(namespace))
-    async with service.admission.slot(request.state.tenant):
-        run = partial(
+    async with service.precomputes.slot(tenant):
+        report = await run_in_threadpool(
             service.engine.precompute,
             texts,
             ids=ids,
@@ -41,7 +41,7 @@ async def precompute(body: PrecomputeRequest, request: Request) -> JsonObject:
             announced=True,
             show_progress=False,  # the client waits, without a terminal
         )
-        return asdict(await to_thread.run_sync(run, limiter=service.precomputes))
+    return asdict(report)
 
 
 @router.get("/documents")

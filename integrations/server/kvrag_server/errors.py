@@ -39,10 +39,9 @@ _LONGEST = 80  # characters of a value that a message repeats
 _OF_FIELDS = ("unknown_parameter", "unsupported_parameter", "invalid_value")
 """Types of the faults that :mod:`kvrag_server.fields` raises; clients get them as error codes."""
 
-_STATUS: tuple[tuple[type[BaseException], int, str], ...] = (
+_STATUS: tuple[tuple[Any, int, str], ...] = (
     (ContextLengthError, 400, "context_length_exceeded"),
-    (InputError, 400, "invalid_value"),
-    (ConfigError, 400, "invalid_value"),
+    ((InputError, ConfigError), 400, "invalid_value"),
     (OutOfMemoryError, 413, "request_too_large"),
     (MissingDependencyError, 501, "not_installed"),
     (asyncio.TimeoutError, 504, "timeout"),
@@ -127,23 +126,20 @@ def as_api_error(error: BaseException) -> APIError:
     )
 
 
-def _answer(request: Request, error: APIError) -> JSONResponse:
-    request.state.record.code = error.code
-    return error.response
-
-
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
-    return _answer(request, as_api_error(error))
+    api_error = as_api_error(error)
+    request.state.record.code = api_error.code
+    return api_error.response
 
 
 async def _on_invalid(request: Request, error: Any) -> JSONResponse:
     """Answer 400 with the first fault of a body: OpenAI's clients know no 422."""
-    return _answer(request, refusal(error.errors(), error.body))
+    return await _on_error(request, refusal(error.errors(), error.body))
 
 
 async def _on_http(request: Request, error: Any) -> JSONResponse:
     if isinstance(error.__cause__, APIError):  # raised while FastAPI read the body
-        return _answer(request, error.__cause__)
+        return await _on_error(request, error.__cause__)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
     sentence = f"{error.detail}; /docs lists the endpoints"
     if error.status_code == 404:
@@ -153,7 +149,7 @@ async def _on_http(request: Request, error: Any) -> JSONResponse:
         )
     elif error.status_code == 400:  # of FastAPI, which could not decode the body
         sentence = "the body is no text in UTF-8; send one JSON object"
-    return _answer(request, APIError(error.status_code, sentence, code))
+    return await _on_error(request, APIError(error.status_code, sentence, code))
 
 
 def refusal(errors: Iterable[Mapping[str, Any]], body: Any) -> APIError:
@@ -175,20 +171,19 @@ def refusal(errors: Iterable[Mapping[str, Any]], body: Any) -> APIError:
         return APIError(
             400, f"{param}: {error['msg']}" if param else error["msg"], kind, param=name
         )
-    if kind == "extra_forbidden":
-        return APIError(
-            400, f"unknown parameter {param!r}; leave it out", "unknown_parameter", param=param
-        )
-    if kind == "value_error":
-        return APIError(400, f"{param or 'the body'}: {demand}", "invalid_value", param=param)
-    if param is None:
-        remedy = "send one JSON object"
-        if isinstance(body, bytes):
-            remedy = "its content type is not JSON; send Content-Type: application/json"
-        return APIError(400, f"the body is no JSON object; {remedy}", "invalid_value")
-    if kind == "missing":
+    if kind == "missing" and param:
         return APIError(400, f"{param} is missing; send it", "missing_parameter", param=param)
-    sentence = f"{param} is {_shown(error['input'])}; {demand}".replace("dictionary", "object")
+    if kind == "value_error":
+        sentence = f"{param or 'the body'}: {demand}"
+    elif param:
+        sentence = f"{param} is {_shown(error['input'])}; {demand}".replace("dictionary", "object")
+    elif isinstance(body, bytes):
+        sentence = (
+            "the body is no JSON object; its content type is not JSON; send Content-Type: "
+            "application/json"
+        )
+    else:
+        sentence = "the body is no JSON object; send one JSON object"
     return APIError(400, sentence, "invalid_value", param=param)
 
 

@@ -105,6 +105,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_n_sigma": (-1, 0),
     "nsigma": (-1, 0),
     "num_beams": (1, 0),
+    "response_format": ({"type": "text"}, {}, ""),
+    "tool_choice": ("auto", "none", {}, ""),
     "truncate_prompt_tokens": (-1,),
     "typical": (1,),
     "typical_p": (1,),
@@ -135,18 +137,16 @@ ALIASES: dict[str, str] = {
 }
 """Names that other servers use for fields of the API."""
 
-SWITCHES = ("think",)
-"""Aliases at which ``false`` asks for a change: to switch off a default of the model."""
-
-_SCHEMA = "send response_format with a JSON schema"
+_CHAT = "send chat messages to /v1/chat/completions"
+_SCHEMA = "send chat messages with response_format and a JSON schema"
 REMEDIES: dict[str, str] = {
     "add_special_tokens": "send true with text prompts, false with chat messages, or leave it out",
     "cache_salt": "give each tenant a key of its own, which keeps their KV apart",
     "chat_template": "set it on the tokenizer that is served",
     "documents": "send them as kvrag.documents",
     "do_sample": "send temperature, which is 0 where nothing is sampled",
-    "function_call": "send tool_choice",
-    "functions": "send them as tools",
+    "function_call": "send chat messages with tool_choice",
+    "functions": "send them as tools, with chat messages",
     "grammar": _SCHEMA,
     "grammar_string": _SCHEMA,
     "guided_choice": _SCHEMA,
@@ -156,12 +156,15 @@ REMEDIES: dict[str, str] = {
     "json_schema": _SCHEMA,
     "modalities": "answers are text; send ['text'], or leave it out",
     "prompt_logprobs": "send a text completion with echo and logprobs",
+    "response_format": _CHAT,
     "skip_special_tokens": "answers have no control tokens; send true, or leave it out",
     "structured_outputs": _SCHEMA,
     "suffix": "put the model's own tokens for filling in the middle into the prompt",
     "thinking": (
         "send chat_template_kwargs with what the model's template knows, such as enable_thinking"
     ),
+    "tool_choice": _CHAT,
+    "tools": _CHAT,
 }
 """Remedies for fields that are refused."""
 
@@ -174,17 +177,18 @@ def asks_for_nothing(value: Any) -> bool:
     return value in _NOTHING
 
 
-def understood(data: Mapping[str, Any], known: Collection[str]) -> JsonObject:
+def understood(data: Mapping[str, Any], known: Collection[str], *, is_foreign: bool) -> JsonObject:
     """Return the fields of a body that a schema knows, without nulls.
 
-    Raises ``PydanticCustomError`` for other fields that ask for something.
+    Raises ``PydanticCustomError`` for another field; of another vendor's API, only if it asks for
+    something.
     """
     given = {name: value for name, value in data.items() if value is not None}
     for alias, name in ALIASES.items():
         if alias in given and name in known:
             _rename(given, alias, name)
     for name in [name for name in given if name not in known]:
-        if not _is_neutral(name, given):
+        if not (is_foreign and _is_neutral(name, given)):
             raise _refusal(name, known)
         del given[name]
     return given
@@ -192,7 +196,7 @@ def understood(data: Mapping[str, Any], known: Collection[str]) -> JsonObject:
 
 def _rename(given: JsonObject, alias: str, name: str) -> None:
     value = given.pop(alias)
-    is_off = value is False and alias in SWITCHES
+    is_off = value is False and alias == "think"  # it switches a default of the model off
     is_unlimited = value == -1 and name == "max_tokens"
     if (asks_for_nothing(value) and not is_off) or is_unlimited or given.get(name) == value:
         return

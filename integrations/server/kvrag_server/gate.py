@@ -6,7 +6,7 @@ It is plain ASGI, because responses are streamed.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
 from sse_starlette.sse import SendTimeoutError
@@ -26,7 +26,7 @@ class Gate:
     ``scope["state"]`` gets ``tenant`` (``None`` without keys) and ``record``. At the end the record
     is passed to ``count``, logged and traced. Clients see only kvrag's own messages: an error
     inside is answered and logged here, and not raised further. ``open_paths`` are the paths that
-    need no key; by default all that are not under ``/v1``.
+    need no key; by default all without ``/v1``, behind whatever prefix.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Gate:
 
     def _tenant(self, path: str, headers: dict[str, str]) -> str | None:
         """Return the tenant of the request's key; raise ``APIError`` without a known key."""
-        is_open = path in self._open_paths if self._open_paths else not path.startswith(_GUARDED)
+        is_open = path in self._open_paths if self._open_paths else _GUARDED not in path
         if is_open or not self._config.api_keys:
             return None
         tenant = self._config.tenant_of(
@@ -176,9 +176,7 @@ class Gate:
 
 def _is_too_slow(error: BaseException) -> bool:
     """Return whether a client that reads too slowly caused an error, directly or as its cause."""
-    inner: Sequence[BaseException] = ()
-    if isinstance(error, BaseExceptionGroup):
-        inner = error.exceptions
-    elif error.__cause__:
-        inner = [error.__cause__]
-    return isinstance(error, SendTimeoutError) or any([_is_too_slow(each) for each in inner])
+    inner = getattr(error, "exceptions", [error.__cause__])  # of a group
+    return isinstance(error, SendTimeoutError) or any(
+        [_is_too_slow(each) for each in inner if each]
+    )

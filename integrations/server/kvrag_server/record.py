@@ -21,7 +21,6 @@ SUMMED = ("prompt_tokens", "cached_tokens", "repaired_tokens", "computed_tokens"
 # Endpoints that are polled every few seconds, or probed by scanners.
 _POLLED = ("/health", "/ready", "/metrics", "none")
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
-_PROVIDER = "kvrag"
 
 
 @dataclass(slots=True)
@@ -192,7 +191,7 @@ def _attributes(record: RequestRecord, operation: str | None) -> JsonObject:
         "http.response.status_code": record.status,
         "error.type": record.code if record.status >= 400 else None,
         "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": operation and _PROVIDER,
+        "gen_ai.provider.name": operation and "kvrag",
         "gen_ai.request.model": operation and record.model,
         "kvrag.request_id": record.request_id,
         "kvrag.tenant": record.tenant,

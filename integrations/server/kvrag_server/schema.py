@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar
+from itertools import islice
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -33,13 +34,20 @@ Schemas of tools need about a dozen levels; recursive readers of a body need a l
 MAX_CHOICES = 32
 """Most answers to a request, which takes a single slot of the queue."""
 
+MAX_BIASES = 1024
+
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""List that is checked up to its first fault: a body has room for a million faults."""
+
 Stop = Annotated[str, Field(max_length=1000)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
     checks_text: ClassVar[bool] = True
+    is_foreign: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -58,23 +66,17 @@ class _Body(BaseModel):
                 if cls.checks_text and isinstance(text, str) and not text.isascii():
                     check_encodable(text)
         if isinstance(data, dict):
-            return cls._read(data)
+            return understood(data, cls.model_fields, is_foreign=cls.is_foreign)
         return data
-
-    @classmethod
-    def _read(cls, data: JsonObject) -> Any:
-        return without_nulls(data)
 
 
 class _Foreign(_Body):
     """Body of another vendor's API, with fields that kvrag does not know."""
 
-    @classmethod
-    def _read(cls, data: JsonObject) -> Any:
-        return understood(data, cls.model_fields)
+    is_foreign = True
 
 
-def without_nulls(value: Any, levels: int = 1) -> Any:
+def without_nulls(value: Any, levels: int) -> Any:
     """Return a value without the null fields of its objects, down to ``levels`` levels.
 
     Deeper objects may be JSON schemas or arguments of calls, where null has a meaning.
@@ -104,9 +106,9 @@ class Reuse(_Body):
     """Field ``kvrag``: options of reuse, and documents before the last user message."""
 
     mode: Mode = "auto"
-    repair: JsonObject | str | None = None
+    repair: Annotated[JsonObject, Field(max_length=64)] | str | None = None
     max_context: MaxContext = "raise"
-    documents: list[Document] = Field(default_factory=list)
+    documents: Items[Document] = Field(default_factory=list)
 
     @property
     def config(self) -> RepairConfig | None:
@@ -136,10 +138,15 @@ def _or_none(*nothing: Any) -> BeforeValidator:
     )
 
 
+_cut = BeforeValidator(
+    lambda value: dict(islice(value.items(), MAX_BIASES + 1)) if isinstance(value, dict) else value
+)
+"""Validator that makes a long object just too long: each of its entries may be a fault."""
+
 _shallow = BeforeValidator(lambda value: without_nulls(value, levels=2))
 """Validator that drops nulls outside JSON schemas."""
 
-Tools = Annotated[list[JsonObject] | None, _shallow]
+Tools = Annotated[Items[JsonObject] | None, _shallow]
 Limit = Annotated[int | None, Field(ge=0), _or_none(-1)]
 
 
@@ -159,7 +166,9 @@ class Completion(_Foreign):
     repetition_penalty: float | None = Field(default=None, gt=0)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: Annotated[dict[int, float] | None, Field(max_length=1024), _or_none([])] = None
+    logit_bias: Annotated[
+        dict[int, float] | None, Field(max_length=MAX_BIASES), _or_none([]), _cut
+    ] = None
     stop: Annotated[Stop | Annotated[list[Stop], Field(max_length=16)] | None, _or_none("")] = None
     stop_token_ids: Annotated[list[Token] | None, Field(max_length=64)] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64), _or_none(-1)] = None
@@ -187,7 +196,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[JsonObject | str | None] | None = None
+    content: str | Items[JsonObject | str | None] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -195,10 +204,13 @@ class Message(BaseModel):
         return without_nulls(data, levels=3)
 
 
+Messages = Items[Message]
+
+
 class ChatRequest(Completion):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: Tools = None
@@ -246,13 +258,13 @@ class ChatRequest(Completion):
         return self
 
 
-Tokens = Annotated[list[Token], Field(min_length=1)]
+Tokens = Annotated[Items[Token], Field(min_length=1)]
 
 
 class TextRequest(Completion):
     """Body of ``/v1/completions``."""
 
-    prompt: str | Annotated[list[str] | list[Token] | list[Tokens], Field(min_length=1)]
+    prompt: str | Annotated[Items[str] | Items[Token] | Items[Tokens], Field(min_length=1)]
     echo: bool = False
     logprobs: Annotated[
         int | None, Field(ge=0, le=20), BeforeValidator(lambda v: None if v is False else v)
@@ -300,14 +312,14 @@ class PrecomputeRequest(_Body):
     """Body of ``/v1/kv/precompute``."""
 
     checks_text = False
-    documents: list[KVDocument] = Field(min_length=1)
+    documents: Items[KVDocument] = Field(min_length=1)
     collection: str | None = None
 
 
 class ExplainRequest(_Body):
     """Body of ``/v1/kv/explain``: a prompt of either kind, and variables for rendering messages."""
 
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     prompt: str | Tokens | None = None
     tools: Tools = None
     chat_template_kwargs: JsonObject = Field(default_factory=dict)
@@ -318,7 +330,7 @@ class ExplainRequest(_Body):
 class DeleteRequest(_Body):
     """Body of ``/v1/kv/delete``: documents by id, or a collection."""
 
-    ids: list[str] | None = None
+    ids: Items[str] | None = None
     collection: str | None = None
 
     @model_validator(mode="after")

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from anyio import CapacityLimiter
 from fastapi import Request
 
 from kvrag import (
@@ -32,8 +31,8 @@ _OWN = ("max_new_tokens", "seed", "logprobs", "prompt_logprobs", "chat_template_
 """Options of the engine whose values are made from several fields of the API."""
 _OPTIONS = inspect.signature(KVRagEngine.generate).parameters.keys() - {"self", "prompt", *_OWN}
 
-# Threads of requests that precompute; other requests must not wait for a free thread.
 PRECOMPUTES = 4
+"""Requests that precompute at a time, beside those that are answered, which never wait for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Service(Desk):
     """An engine behind the API."""
 
     library: KVRagEngine
-    precomputes: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(PRECOMPUTES))
+    precomputes: Admission
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -145,10 +145,12 @@ CHAT = Shape("chat.completion", "chatcmpl", True)
 TEXT = Shape("text_completion", "cmpl", False)
 
 
-def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None) -> JsonObject:
+def usage_of(
+    results: Sequence[GenerationResult], n: int, tokenizer: Any, *, is_traced: bool
+) -> JsonObject:
     """Return token counts in OpenAI's format, and the record of how the answers were made.
 
-    A prompt counts a single time for its ``n`` choices. With a tokenizer, the record has details.
+    A prompt counts a single time for its ``n`` choices. If it is traced, the record has details.
     """
     prompts = results[::n]
     num_in = sum(r.prompt_tokens for r in prompts)
@@ -163,7 +165,7 @@ def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None)
         usage["completion_tokens_details"] = {"reasoning_tokens": num_thought}
     return {
         "usage": usage,
-        "kvrag": [_made(r) | ({} if tokenizer is None else _trace(r, tokenizer)) for r in results],
+        "kvrag": [_made(r) | (_trace(r, tokenizer) if is_traced else {}) for r in results],
     }
 
 

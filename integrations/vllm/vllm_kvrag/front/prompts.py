@@ -12,7 +12,7 @@ from kvrag import ConfigError, InputError
 from kvrag.adapters import ReuseOptions, StorePlanner, UnreadableTextError
 from kvrag_server.completions import chat_prompt, text_prompt
 from kvrag_server.errors import APIError, refusal
-from kvrag_server.schema import AnswerOptions, Message, Reuse
+from kvrag_server.schema import AnswerOptions, Messages, Reuse
 
 Body = dict[str, Any]
 """Body of a request, as JSON values."""
@@ -30,7 +30,7 @@ _NEEDS_TEXT = (
     "suffix",
 )
 """Fields that need vLLM's own rendering or tokenisation of the prompt."""
-_MESSAGES = TypeAdapter(list[Message])
+_MESSAGES = TypeAdapter(Messages)
 
 
 def planner_of(request: Request) -> StorePlanner:
