@@ -6,11 +6,12 @@ from typing import Annotated, TypedDict
 import pytest
 from kit import scripted
 from langchain.agents import create_agent
+from langchain.tools import ToolRuntime
 from langchain_core.documents import Document
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.tools import StructuredTool, create_retriever_tool, tool
+from langchain_core.tools import InjectedToolArg, StructuredTool, create_retriever_tool, tool
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 from pydantic import BaseModel, Field
@@ -42,6 +43,17 @@ def weather(place: str, days: int = 1) -> str:
     return f"Sun in {place}."
 
 
+class Shelf(BaseModel):
+    shelves: list["Shelf"]
+
+
+def with_hidden(kind):
+    def weather(place: Annotated[str, "Where."], hidden: kind) -> str:
+        """The weather of a place."""
+
+    return tool(weather)
+
+
 DESCRIBED = {"parse_docstring": True}
 FORMS = [
     Weather,
@@ -50,6 +62,8 @@ FORMS = [
     tool(**DESCRIBED)(weather),
     StructuredTool.from_function(weather, **DESCRIBED),
     Weather.model_json_schema(),
+    with_hidden(ToolRuntime),
+    with_hidden(Annotated[Shelf, InjectedToolArg]),
 ]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Oslo – \\"x\\"", "days": 2}}\n</tool_call>'
 ARGS = {"place": 'Oslo – "x"', "days": 2}
@@ -63,9 +77,7 @@ def chat(options):
 # -- calls ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "form", FORMS, ids=["pydantic", "TypedDict", "function", "@tool", "StructuredTool", "schema"]
-)
+@pytest.mark.parametrize("form", FORMS)
 def test_tools_of_every_form_are_shown_and_can_be_called(form, chat):
     bound = chat.bind_tools([form], tool_choice=True)
     (shown,) = bound.kwargs["tools"]
@@ -73,11 +85,11 @@ def test_tools_of_every_form_are_shown_and_can_be_called(form, chat):
     name, properties = shown["function"]["name"], shown["function"]["parameters"]["properties"]
     assert name.lower().startswith("weather")
     assert properties["place"]["description"] == "Where."
+    assert properties.keys() <= {"place", "days"}
     assert message.content == '{"name'  # as far as it goes to where it was stopped
-    assert shown["function"]["name"] in chat.explain("Oslo?", tools=[form]).spans[0].text
-    assert (
-        message.usage_metadata["input_tokens"] == chat.explain("Oslo?", tools=[form]).prompt_tokens
-    )
+    explained = chat.explain("Oslo?", tools=[form])
+    assert name in explained.spans[0].text
+    assert message.usage_metadata["input_tokens"] == explained.prompt_tokens
 
 
 def test_calls_are_the_messages_streamed_or_not(chat, monkeypatch):

@@ -42,7 +42,7 @@ def tool_dicts(tools: Sequence[Tool], strict: bool | None = None) -> list[JsonDi
 
 def _tool_dict(tool: Tool, strict: bool | None) -> JsonDict:
     made = convert_to_openai_tool(tool, strict=strict)
-    schema = _recursive(getattr(tool, "args_schema", tool))
+    schema = _recursive(getattr(tool, "tool_call_schema", tool))
     if schema:
         made["function"]["parameters"] = {
             key: part for key, part in schema.items() if key not in ("title", "description")
