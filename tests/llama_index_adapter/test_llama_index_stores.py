@@ -474,8 +474,11 @@ def test_an_llm_that_can_not_use_kv_is_refused(llm):
     with pytest.raises(ConfigError, match="no LLM to precompute KV for"):
         KVPrecompute()(documents(1))
     Settings.llm = MockLLM()
-    with pytest.raises(ConfigError, match="MockLLM, which can't use KV"):
-        KVPrecompute()(documents(1))
+    store = KVRagVectorStore()
+    for add in (KVPrecompute(), store.add, lambda nodes: asyncio.run(store.async_add(nodes))):
+        with pytest.raises(ConfigError, match="MockLLM, which can't use KV"):
+            add([node("Text.", id_="a")])
+    assert not store.inner.data.embedding_dict
     with pytest.raises(ConfigError, match="no option 'content_mode'"):
         KVPrecompute(content_mode="llm")
 
