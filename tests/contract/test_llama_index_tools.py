@@ -1,10 +1,11 @@
 """Tools, agents and objects through LlamaIndex: the model's own head says the scripted answers; the engine reads and constrains them."""
 
 import json
+import threading
 from typing import Any, Literal
 
 import pytest
-from kit import scripted
+from kit import scripted, working_threads
 from llama_index.core import ChatPromptTemplate, PromptTemplate, VectorStoreIndex
 from llama_index.core.agent.workflow import (
     AgentStream,
@@ -318,6 +319,13 @@ async def test_objects_are_predicted_in_every_way_of_asking(
     assert PROMPT.output_parser is None
 
 
+@pytest.mark.parametrize("way", ["astructured_predict", "astream_structured_predict"])
+async def test_the_event_loop_does_not_load_the_model_of_an_object(llm, monkeypatch, way):
+    seen = working_threads(monkeypatch)
+    assert await predicted(llm, way)
+    assert threading.get_ident() not in seen
+
+
 def test_an_object_that_is_cut_or_not_valid_is_an_error_with_a_remedy(llm, monkeypatch):
     with pytest.raises(InputError, match="ends before its JSON does; raise max_new_tokens"):
         llm.structured_predict(Place, PROMPT, llm_kwargs={"max_tokens": 3}, thing="x")
@@ -331,10 +339,8 @@ def test_objects_have_no_properties_but_their_classes_own(llm):
         places: list[Place]
 
     schema = llm._program(Both, PROMPT, None)[1]["response_format"]["json_schema"]["schema"]
-    assert [part["additionalProperties"] for part in (schema, schema["$defs"]["Place"])] == [
-        False,
-        False,
-    ]
+    parts = (schema, schema["$defs"]["Place"])
+    assert [part["additionalProperties"] for part in parts] == [False, False]
 
 
 def test_another_program_of_the_users_is_used(llm, monkeypatch):
