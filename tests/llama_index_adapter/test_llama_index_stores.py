@@ -27,7 +27,13 @@ from llama_index.core import (
 from llama_index.core.ingestion import DocstoreStrategy, IngestionCache, IngestionPipeline
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.schema import (
+    IndexNode,
+    MetadataMode,
+    NodeRelationship,
+    RelatedNodeInfo,
+    TextNode,
+)
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore
 from llama_index_kit import (
@@ -504,6 +510,16 @@ def test_a_document_that_only_the_document_store_has_is_not_the_indexs(llm, cls)
     index.delete_ref_doc("doc-0")
     assert llm.sync_kv(index).removed == 1
     assert kept(llm, chunks(5)) == [False, True, True, False, True]
+
+
+@pytest.mark.parametrize(("kind", "only"), [(Listing, "a"), (ForgetfulStore, "doc-0")])
+def test_nodes_of_a_store_with_text_are_the_indexs_beside_those_of_its_docstore(llm, kind, only):
+    context = StorageContext.from_defaults(vector_store=kind())
+    context.docstore.add_documents([*documents(1), node(chunks(2)[1], id_="parent")])
+    other = IndexNode(text=chunks(3)[2], id_="ix", index_id="i", embedding=[0.1] * 4)
+    index = VectorStoreIndex([node(chunks(1)[0], id_="a"), other], storage_context=context)
+    assert llm.sync_kv(index).added == 3
+    assert llm.engine.document_ids() == [only, "ix", "parent"]
 
 
 def test_one_node_and_a_vector_store_are_items(llm, store):
