@@ -95,13 +95,16 @@ def call_chunks(result: GenerationResult, broken: Sequence[str]) -> JsonDict:
 
     Calls are whole, because they are parsed when the answer has ended.
     """
-    calls = [(c.name, json.dumps(c.arguments, ensure_ascii=False), c.id) for c in result.tool_calls]
-    all_calls = [*calls, *((None, text, None) for text in broken)]
-    chunks = [
-        tool_call_chunk(name=n, args=args, id=i, index=at)
-        for at, (n, args, i) in enumerate(all_calls)
+    all_calls = [
+        *((c.name, json.dumps(c.arguments, ensure_ascii=False), c.id) for c in result.tool_calls),
+        *((None, text, None) for text in broken),
     ]
-    return {"tool_call_chunks": chunks}
+    return {
+        "tool_call_chunks": [
+            tool_call_chunk(name=n, args=args, id=i, index=at)
+            for at, (n, args, i) in enumerate(all_calls)
+        ]
+    }
 
 
 class _AnswerParser(JsonOutputParser):
@@ -220,8 +223,10 @@ def structured(
             wanted = _rewritten(wanted, _with_twins)
         asked: JsonDict = {"type": "json_object"}
         if wanted:
-            named = {"name": str(wanted.get("title", "answer")), "schema": wanted}
-            asked = {"type": "json_schema", "json_schema": named}
+            asked = {
+                "type": "json_schema",
+                "json_schema": {"name": str(wanted.get("title", "answer")), "schema": wanted},
+            }
         asking = llm.bind(response_format=asked, **about)
         parser = _AnswerParser(shape=schema if is_class else wanted or {})
     else:
