@@ -367,10 +367,8 @@ def test_a_query_engine_answers_with_an_object_and_reuses_as_without(
     assert response.response == PLACE
     assert requests.reused == [K, K]
     assert response.metadata["kvrag"]["exactness"] == "repaired"
-    assert (
-        requests.prompts[0].partition(chunks(1)[0])[0]
-        == requests.prompts[1].partition(chunks(1)[0])[0]
-    )
+    first, second = (prompt.partition(chunks(1)[0])[0] for prompt in requests.prompts)
+    assert first == second
 
 
 def test_a_router_chooses_by_a_call_that_is_required(llm, index, requests, monkeypatch):
@@ -383,9 +381,6 @@ def test_a_router_chooses_by_a_call_that_is_required(llm, index, requests, monke
     )
     engine = RouterQueryEngine.from_defaults([notes(index), notes(index)], llm=llm)
     response = engine.query("Who?")
-    assert (str(response), response.metadata["selector_result"].ind, requests.reused) == (
-        "It.",
-        1,
-        [0, K],
-    )
+    assert (str(response), requests.reused) == ("It.", [0, K])
+    assert response.metadata["selector_result"].ind == 1
     assert len(response.metadata["kvrag"]["calls"]) == 2

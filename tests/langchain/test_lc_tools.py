@@ -103,10 +103,8 @@ def test_calls_are_the_messages_streamed_or_not(chat, monkeypatch):
         assert each.content == "Let me see."
         assert [(call["name"], call["args"]) for call in each.tool_calls] == [("weather", ARGS)] * 2
         assert len({call["id"] for call in each.tool_calls}) == 2
-        assert (each.invalid_tool_calls, each.response_metadata["finish_reason"]) == (
-            [],
-            "tool_calls",
-        )
+        assert each.invalid_tool_calls == []
+        assert each.response_metadata["finish_reason"] == "tool_calls"
     assert all("tool_call" not in str(chunk.content) for chunk in chunks)
     assert [c["index"] for c in whole.tool_call_chunks] == [0, 1]
 
@@ -140,13 +138,8 @@ async def test_what_cannot_be_read_is_an_invalid_call(chat, monkeypatch):
 
 @pytest.mark.usefixtures("no_histories")
 def test_choices_of_langchains_forms(chat):
-    for given, known in (
-        (None, None),
-        ("auto", "auto"),
-        ("any", "required"),
-        (True, "required"),
-        (False, None),
-    ):
+    forms = [(None, None), ("auto", "auto"), ("any", "required"), (True, "required"), (False, None)]
+    for given, known in forms:
         assert chat.bind_tools([weather], tool_choice=given).kwargs["tool_choice"] == known
     with pytest.raises(ConfigError, match=r"tool_choice is 'wether'.*\['weather'\]"):
         chat.bind_tools([weather], tool_choice="wether").invoke("Oslo?")
@@ -223,10 +216,8 @@ def test_a_class_is_all_that_an_object_of_it_may_hold(strict, chat):
         None if strict is False else False
     }
     given = Trip.model_json_schema()
-    assert (
-        chat.with_structured_output(given).first.kwargs["response_format"]["json_schema"]["schema"]
-        == given
-    )
+    shown = chat.with_structured_output(given).first.kwargs["response_format"]
+    assert shown["json_schema"]["schema"] == given
 
 
 def test_schemas_of_the_other_forms_give_dicts_and_json_mode_any(chat, monkeypatch):
@@ -240,12 +231,9 @@ def test_schemas_of_the_other_forms_give_dicts_and_json_mode_any(chat, monkeypat
         {"name": "where", "parameters": plain},
     ):
         assert chat.with_structured_output(schema).invoke("Where?") == json.loads(said)
-    assert chat.with_structured_output(None, method="json_mode").invoke("Where?") == json.loads(
-        said
-    )
-    assert chat.with_structured_output(Weather, method="json_mode").invoke("Where?") == Weather(
-        place="Oslo"
-    )
+    for schema, found in ((None, json.loads(said)), (Weather, Weather(place="Oslo"))):
+        asking = chat.with_structured_output(schema, method="json_mode")
+        assert asking.invoke("Where?") == found
     *_, last = chat.with_structured_output(Weather).stream("Where?")
     assert last == Weather(place="Oslo")
     with pytest.raises(ConfigError, match="method is 'magic'"):
@@ -255,11 +243,8 @@ def test_schemas_of_the_other_forms_give_dicts_and_json_mode_any(chat, monkeypat
 
 
 def test_an_answer_that_is_cut_is_a_parsing_error(chat):
-    cut = (
-        chat.model_copy(update={"max_tokens": 3})
-        .with_structured_output(Weather, include_raw=True)
-        .invoke("Where?")
-    )
+    short = chat.model_copy(update={"max_tokens": 3})
+    cut = short.with_structured_output(Weather, include_raw=True).invoke("Where?")
     assert cut["parsed"] is None
     assert cut["parsing_error"] is not None
     assert cut["raw"].response_metadata["finish_reason"] == "length"
