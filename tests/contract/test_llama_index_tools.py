@@ -134,16 +134,9 @@ OPENAI = {
     "type": "function",
     "function": {"name": "search", "arguments": '{"query": "the ledger"}'},
 }
+BLOCK = ToolCallBlock(tool_call_id="c1", tool_name="search", tool_kwargs={"query": "the ledger"})
 ASSISTANTS = {
-    "blocks": ChatMessage(
-        role="assistant",
-        blocks=[
-            TextBlock(text="So:"),
-            ToolCallBlock(
-                tool_call_id="c1", tool_name="search", tool_kwargs={"query": "the ledger"}
-            ),
-        ],
-    ),
+    "blocks": ChatMessage(role="assistant", blocks=[TextBlock(text="So:"), BLOCK]),
     "another LLM's memory": ChatMessage(
         role="assistant", content="So:", additional_kwargs={"tool_calls": [OPENAI]}
     ),
@@ -155,12 +148,8 @@ def test_calls_and_results_of_a_history_are_shown(llm, requests, name):
     llm.chat(history(ASSISTANTS[name]), max_tokens=1)
     llm.chat(history(ASSISTANTS[name]), tools=[SEARCH], max_tokens=1)
     for prompt in requests.prompts:
-        parts = (
-            "Who?",
-            "So:",
-            '{"name": "search", "arguments": {"query": "the ledger"}}',
-            "A keeper.",
-        )
+        shown = '{"name": "search", "arguments": {"query": "the ledger"}}'
+        parts = ("Who?", "So:", shown, "A keeper.")
         assert [prompt.count(part) for part in parts] == [1] * 4
     assert ["Find notes." in prompt for prompt in requests.prompts] == [False, True]
 
@@ -190,12 +179,8 @@ def test_a_template_that_refuses_system_messages_shows_tools_with_the_first_ques
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     tokenizer.chat_template = refusal + tokenizer.chat_template
     llm = make_llm(tiny_dir, None, tokenizer=tokenizer)
-    llm.chat_with_tools(
-        [SEARCH],
-        "Who?",
-        chat_history=[ChatMessage(role="system", content="Be brief.")],
-        max_tokens=1,
-    )
+    system = ChatMessage(role="system", content="Be brief.")
+    llm.chat_with_tools([SEARCH], "Who?", chat_history=[system], max_tokens=1)
     (prompt,) = requests.prompts
     assert [prompt.count(part) for part in ("Find notes.", "Be brief.", "Who?")] == [1] * 3
 
@@ -213,11 +198,8 @@ def test_chunks_behind_tools_are_exact_where_the_prefix_has_the_tools(llm):
 
 
 def notes(index: Any, **options: Any) -> QueryEngineTool:
-    return QueryEngineTool.from_defaults(
-        index.as_query_engine(similarity_top_k=K, **options),
-        name="notes",
-        description="Notes on keepers.",
-    )
+    engine = index.as_query_engine(similarity_top_k=K, **options)
+    return QueryEngineTool.from_defaults(engine, name="notes", description="Notes on keepers.")
 
 
 THOUGHT = (

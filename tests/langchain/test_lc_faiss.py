@@ -62,9 +62,8 @@ def test_retrievers_take_each_others_options(kind, least, metric, embedding):
     found = store.as_retriever(search_type=kind, search_kwargs=options).invoke("text 4")
     assert found
     assert all(document.metadata["even"] for document in found)
-    if (
-        kind == "similarity" and least is not None
-    ):  # in the metric's own units, as in other FAISS stores
+    if kind == "similarity" and least is not None:
+        # In the metric's own units, as in other FAISS stores.
         scored = store.similarity_search_with_score("text 4", k=3, filter={"even": True})
         kept = [
             d.id for d, score in scored if (score <= least if metric == "l2" else score >= least)
