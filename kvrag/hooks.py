@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -132,9 +132,11 @@ def precompute_kv(items: Any, **options: Any) -> PrecomputeReport:
 
 def refused(report: PrecomputeReport) -> KVRagError | None:
     """Return an error that counts the chunks that could not be stored, if there are any."""
-    what = "chunk(s) could not be stored, and will be computed at query time; the first one"
     if report.failed:
-        return StoreError(f"{len(report.failed)} {what}, {': '.join(report.failed[0])}")
+        return StoreError(
+            f"{len(report.failed)} chunk(s) could not be stored, and will be computed at query "
+            f"time; the first one, {': '.join(report.failed[0])}"
+        )
     return None
 
 
@@ -155,9 +157,9 @@ def delete_kv(
     host = chosen_host(llm, server)
     names = [item if isinstance(item, str) else _pair(item, "text")[0] for item in _listed(items)]
     ids = [name for name in names if name is not None]
-    if len(ids) < len(names):
+    if None in names:
         raise InputError(
-            f"{len(names) - len(ids)} of {len(names)} items have no id; pass ids, or items "
+            f"{names.count(None)} of {len(names)} items have no id; pass ids, or items "
             "that have one"
         )
     return host.delete(ids, collection=collection, namespace=namespace)
@@ -195,8 +197,9 @@ def sync_kv(live_items: Any, **options: Any) -> SyncReport:
         if _is_stored(host, live, shown, asked.namespace):
             named = shown
     report = _precompute(host, named, asked)
-    gone = set(host.document_ids(collection=asked.collection, namespace=asked.namespace))
-    gone.difference_update(live)
+    gone = set(
+        host.document_ids(collection=asked.collection, namespace=asked.namespace)
+    ).difference(live)
     host.delete(sorted(gone), namespace=asked.namespace)
     return SyncReport(added=report.stored, removed=len(gone), precompute=report)
 
@@ -261,19 +264,13 @@ def _named(items: Any, ids: Sequence[str] | None, content: Content) -> Named:
 
 def _precompute(host: Host, named: Named, asked: _HostedItems | _HostedSync) -> PrecomputeReport:
     """Precompute documents; report empty documents as too short, and delete their old KV."""
-    names = list[str | None]()
-    texts = list[str]()
-    blank = list[str | None]()
-    for name, text in named:
-        if isinstance(text, str) and not text.strip():
-            blank.append(name)
-        else:
-            names.append(name)
-            texts.append(text)
+    # A text of another type is refused where it is stored.
+    blank = [name for name, text in named if not str(text).strip()]
+    full = [pair for pair in named if str(pair[1]).strip()]
     options = asked.shared()
     if hasattr(asked.llm, "own_prefix"):  # a framework's model: its messages and templates
         options["prefix"] = asked.llm.own_prefix(asked.prefix)
-    report = host.precompute(texts, ids=names, **options)
+    report = host.precompute([text for _, text in full], ids=[name for name, _ in full], **options)
     gone = set(in_collection(filter(None, blank), asked.collection))
     if gone:
         gone &= set(host.document_ids(namespace=asked.namespace))
@@ -350,7 +347,7 @@ def _langchain_documents(holder: Any) -> list[Any] | None:
     if isinstance(rows, dict) and hasattr(holder, "similarity_search"):
         return list(holder.get_by_ids(list(rows)))
     if hasattr(holder, "content_payload_key"):
-        return _qdrant_documents(holder)
+        return list(_qdrant_documents(holder))
     if hasattr(holder, "similarity_search") and hasattr(holder, "get"):
         found = holder.get(include=["documents"])
         return [
@@ -361,38 +358,38 @@ def _langchain_documents(holder: Any) -> list[Any] | None:
     return None if stored is None else list(stored.values())
 
 
-def _qdrant_documents(holder: Any) -> list[Any]:
-    points = list[Any]()
+def _qdrant_documents(holder: Any) -> Iterator[Any]:
     offset = None
-    key = holder.content_payload_key
     while True:
         page, offset = holder.client.scroll(
             holder.collection_name, limit=1000, offset=offset, with_payload=True
         )
-        points += page
+        for point in page:
+            text = point.payload.get(holder.content_payload_key, "")
+            yield SimpleNamespace(id=str(point.id), page_content=text)
         if offset is None:
-            return [
-                SimpleNamespace(id=str(point.id), page_content=point.payload.get(key, ""))
-                for point in points
-            ]
+            return
 
 
 def _llama_index_nodes(holder: Any) -> list[Any] | None:
-    """Read the nodes of a LlamaIndex index: its document store, or a vector store with text.
+    """Read the nodes of a LlamaIndex index: its document store, and a vector store with text.
 
-    A document store also has documents that the index deleted, and those of other indexes.
+    A document store also has documents that the index deleted, those of other indexes, and whole
+    documents of a pipeline. Beside a vector store with text it has parents of nodes, and images.
     """
     documents = getattr(getattr(holder, "docstore", None), "docs", None)
-    if documents:
-        nodes = list(documents.values())
-        with suppress(AttributeError, NotImplementedError, ValueError):
-            sources = {None, *holder.ref_doc_info}
-            nodes = [node for node in nodes if node.ref_doc_id in sources]
-        return nodes
+    nodes = list((documents or {}).values())
+    with suppress(AttributeError, NotImplementedError, ValueError):
+        sources = {None, *holder.ref_doc_info}
+        nodes = [node for node in nodes if node.ref_doc_id in sources]
     store = getattr(holder, "vector_store", holder)
-    if not hasattr(store, "get_nodes"):
-        return None if documents is None else []
+    if not hasattr(store, "get_nodes") or (documents and not store.stores_text):
+        return None if documents is None else nodes
     try:
-        return list(store.get_nodes(node_ids=None, filters=None))
+        nodes = [
+            *(node for node in nodes if not hasattr(node, "doc_id")),  # a Document has it
+            *store.get_nodes(node_ids=None, filters=None),
+        ]
     except (NotImplementedError, TypeError, ValueError):
-        return None
+        return nodes or None
+    return list({node.node_id: node for node in nodes}.values())

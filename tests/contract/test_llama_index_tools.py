@@ -1,10 +1,11 @@
 """Tools, agents and objects through LlamaIndex: the model's own head says the scripted answers; the engine reads and constrains them."""
 
 import json
+import threading
 from typing import Any, Literal
 
 import pytest
-from kit import scripted
+from kit import scripted, working_threads
 from llama_index.core import ChatPromptTemplate, PromptTemplate, VectorStoreIndex
 from llama_index.core.agent.workflow import (
     AgentStream,
@@ -133,16 +134,9 @@ OPENAI = {
     "type": "function",
     "function": {"name": "search", "arguments": '{"query": "the ledger"}'},
 }
+BLOCK = ToolCallBlock(tool_call_id="c1", tool_name="search", tool_kwargs={"query": "the ledger"})
 ASSISTANTS = {
-    "blocks": ChatMessage(
-        role="assistant",
-        blocks=[
-            TextBlock(text="So:"),
-            ToolCallBlock(
-                tool_call_id="c1", tool_name="search", tool_kwargs={"query": "the ledger"}
-            ),
-        ],
-    ),
+    "blocks": ChatMessage(role="assistant", blocks=[TextBlock(text="So:"), BLOCK]),
     "another LLM's memory": ChatMessage(
         role="assistant", content="So:", additional_kwargs={"tool_calls": [OPENAI]}
     ),
@@ -154,12 +148,8 @@ def test_calls_and_results_of_a_history_are_shown(llm, requests, name):
     llm.chat(history(ASSISTANTS[name]), max_tokens=1)
     llm.chat(history(ASSISTANTS[name]), tools=[SEARCH], max_tokens=1)
     for prompt in requests.prompts:
-        parts = (
-            "Who?",
-            "So:",
-            '{"name": "search", "arguments": {"query": "the ledger"}}',
-            "A keeper.",
-        )
+        shown = '{"name": "search", "arguments": {"query": "the ledger"}}'
+        parts = ("Who?", "So:", shown, "A keeper.")
         assert [prompt.count(part) for part in parts] == [1] * 4
     assert ["Find notes." in prompt for prompt in requests.prompts] == [False, True]
 
@@ -189,12 +179,8 @@ def test_a_template_that_refuses_system_messages_shows_tools_with_the_first_ques
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     tokenizer.chat_template = refusal + tokenizer.chat_template
     llm = make_llm(tiny_dir, None, tokenizer=tokenizer)
-    llm.chat_with_tools(
-        [SEARCH],
-        "Who?",
-        chat_history=[ChatMessage(role="system", content="Be brief.")],
-        max_tokens=1,
-    )
+    system = ChatMessage(role="system", content="Be brief.")
+    llm.chat_with_tools([SEARCH], "Who?", chat_history=[system], max_tokens=1)
     (prompt,) = requests.prompts
     assert [prompt.count(part) for part in ("Find notes.", "Be brief.", "Who?")] == [1] * 3
 
@@ -212,11 +198,8 @@ def test_chunks_behind_tools_are_exact_where_the_prefix_has_the_tools(llm):
 
 
 def notes(index: Any, **options: Any) -> QueryEngineTool:
-    return QueryEngineTool.from_defaults(
-        index.as_query_engine(similarity_top_k=K, **options),
-        name="notes",
-        description="Notes on keepers.",
-    )
+    engine = index.as_query_engine(similarity_top_k=K, **options)
+    return QueryEngineTool.from_defaults(engine, name="notes", description="Notes on keepers.")
 
 
 THOUGHT = (
@@ -318,6 +301,13 @@ async def test_objects_are_predicted_in_every_way_of_asking(
     assert PROMPT.output_parser is None
 
 
+@pytest.mark.parametrize("way", ["astructured_predict", "astream_structured_predict"])
+async def test_the_event_loop_does_not_load_the_model_of_an_object(llm, monkeypatch, way):
+    seen = working_threads(monkeypatch)
+    assert await predicted(llm, way)
+    assert threading.get_ident() not in seen
+
+
 def test_an_object_that_is_cut_or_not_valid_is_an_error_with_a_remedy(llm, monkeypatch):
     with pytest.raises(InputError, match="ends before its JSON does; raise max_new_tokens"):
         llm.structured_predict(Place, PROMPT, llm_kwargs={"max_tokens": 3}, thing="x")
@@ -331,10 +321,8 @@ def test_objects_have_no_properties_but_their_classes_own(llm):
         places: list[Place]
 
     schema = llm._program(Both, PROMPT, None)[1]["response_format"]["json_schema"]["schema"]
-    assert [part["additionalProperties"] for part in (schema, schema["$defs"]["Place"])] == [
-        False,
-        False,
-    ]
+    parts = (schema, schema["$defs"]["Place"])
+    assert [part["additionalProperties"] for part in parts] == [False, False]
 
 
 def test_another_program_of_the_users_is_used(llm, monkeypatch):
@@ -361,10 +349,8 @@ def test_a_query_engine_answers_with_an_object_and_reuses_as_without(
     assert response.response == PLACE
     assert requests.reused == [K, K]
     assert response.metadata["kvrag"]["exactness"] == "repaired"
-    assert (
-        requests.prompts[0].partition(chunks(1)[0])[0]
-        == requests.prompts[1].partition(chunks(1)[0])[0]
-    )
+    first, second = (prompt.partition(chunks(1)[0])[0] for prompt in requests.prompts)
+    assert first == second
 
 
 def test_a_router_chooses_by_a_call_that_is_required(llm, index, requests, monkeypatch):
@@ -377,9 +363,6 @@ def test_a_router_chooses_by_a_call_that_is_required(llm, index, requests, monke
     )
     engine = RouterQueryEngine.from_defaults([notes(index), notes(index)], llm=llm)
     response = engine.query("Who?")
-    assert (str(response), response.metadata["selector_result"].ind, requests.reused) == (
-        "It.",
-        1,
-        [0, K],
-    )
+    assert (str(response), requests.reused) == ("It.", [0, K])
+    assert response.metadata["selector_result"].ind == 1
     assert len(response.metadata["kvrag"]["calls"]) == 2

@@ -1,6 +1,8 @@
 """The own FAISS index of KVRagVectorStore: searches, filters, files."""
 
+import copy
 import json
+import pickle
 import sys
 
 import numpy as np
@@ -60,9 +62,8 @@ def test_retrievers_take_each_others_options(kind, least, metric, embedding):
     found = store.as_retriever(search_type=kind, search_kwargs=options).invoke("text 4")
     assert found
     assert all(document.metadata["even"] for document in found)
-    if (
-        kind == "similarity" and least is not None
-    ):  # in the metric's own units, as in other FAISS stores
+    if kind == "similarity" and least is not None:
+        # In the metric's own units, as in other FAISS stores.
         scored = store.similarity_search_with_score("text 4", k=3, filter={"even": True})
         kept = [
             d.id for d, score in scored if (score <= least if metric == "l2" else score >= least)
@@ -100,21 +101,29 @@ def test_returned_documents_are_copies(own):
 def test_saving_and_loading(own, embedding, tmp_path):
     own.delete(["id0", "id5"])
     own.save_local(tmp_path / "store")
-    assert sorted(p.name for p in (tmp_path / "store").iterdir()) == [
-        "documents.json",
-        "index.faiss",
-    ]
+    names = sorted(p.name for p in (tmp_path / "store").iterdir())
+    assert names == ["documents.json", "index.faiss"]
     again = KVRagVectorStore.load_local(tmp_path / "store", embedding)
     assert again.kv_documents() == own.kv_documents()
-    for query in ("text 1", "text 7"):
-        assert again.similarity_search_with_score(query, k=8) == own.similarity_search_with_score(
-            query, k=8
-        )
+    for ask in ("text 1", "text 7"):
+        first, second = (s.similarity_search_with_score(ask, k=8) for s in (own, again))
+        assert first == second
     again.add_texts(["text 1 changed"], ids=["id1"])
     assert len(again.kv_documents()) == 8
     empty = KVRagVectorStore(embedding=embedding)
     empty.save_local(tmp_path / "empty")
     assert KVRagVectorStore.load_local(tmp_path / "empty", embedding).similarity_search("x") == []
+    with pytest.raises(ConfigError, match="metric can't be chosen for a store that exists"):
+        KVRagVectorStore.load_local(tmp_path / "empty", embedding, metric="ip")
+
+
+def test_copies_share_the_index_and_pickles_refuse_it(own):
+    retriever = own.as_retriever(search_kwargs={"k": 1})
+    copied = copy.deepcopy(retriever)
+    own.add_texts(["late"], ids=["late"])
+    assert copied.invoke("late")[0].id == "late"
+    with pytest.raises(ConfigError, match="use save_local and load_local"):
+        pickle.dumps(retriever)
 
 
 def test_loading_keeps_kv_in_step(chat, embedding, chunks, tmp_path):

@@ -6,11 +6,12 @@ from typing import Annotated, TypedDict
 import pytest
 from kit import scripted
 from langchain.agents import create_agent
+from langchain.tools import ToolRuntime
 from langchain_core.documents import Document
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.tools import StructuredTool, create_retriever_tool, tool
+from langchain_core.tools import InjectedToolArg, StructuredTool, create_retriever_tool, tool
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 from pydantic import BaseModel, Field
@@ -42,6 +43,17 @@ def weather(place: str, days: int = 1) -> str:
     return f"Sun in {place}."
 
 
+class Shelf(BaseModel):
+    shelves: list["Shelf"]
+
+
+def with_hidden(kind):
+    def weather(place: Annotated[str, "Where."], hidden: kind) -> str:
+        """The weather of a place."""
+
+    return tool(weather)
+
+
 DESCRIBED = {"parse_docstring": True}
 FORMS = [
     Weather,
@@ -50,6 +62,8 @@ FORMS = [
     tool(**DESCRIBED)(weather),
     StructuredTool.from_function(weather, **DESCRIBED),
     Weather.model_json_schema(),
+    with_hidden(ToolRuntime),
+    with_hidden(Annotated[Shelf, InjectedToolArg]),
 ]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Oslo – \\"x\\"", "days": 2}}\n</tool_call>'
 ARGS = {"place": 'Oslo – "x"', "days": 2}
@@ -63,9 +77,7 @@ def chat(options):
 # -- calls ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "form", FORMS, ids=["pydantic", "TypedDict", "function", "@tool", "StructuredTool", "schema"]
-)
+@pytest.mark.parametrize("form", FORMS)
 def test_tools_of_every_form_are_shown_and_can_be_called(form, chat):
     bound = chat.bind_tools([form], tool_choice=True)
     (shown,) = bound.kwargs["tools"]
@@ -73,11 +85,11 @@ def test_tools_of_every_form_are_shown_and_can_be_called(form, chat):
     name, properties = shown["function"]["name"], shown["function"]["parameters"]["properties"]
     assert name.lower().startswith("weather")
     assert properties["place"]["description"] == "Where."
+    assert properties.keys() <= {"place", "days"}
     assert message.content == '{"name'  # as far as it goes to where it was stopped
-    assert shown["function"]["name"] in chat.explain("Oslo?", tools=[form]).spans[0].text
-    assert (
-        message.usage_metadata["input_tokens"] == chat.explain("Oslo?", tools=[form]).prompt_tokens
-    )
+    explained = chat.explain("Oslo?", tools=[form])
+    assert name in explained.spans[0].text
+    assert message.usage_metadata["input_tokens"] == explained.prompt_tokens
 
 
 def test_calls_are_the_messages_streamed_or_not(chat, monkeypatch):
@@ -91,10 +103,8 @@ def test_calls_are_the_messages_streamed_or_not(chat, monkeypatch):
         assert each.content == "Let me see."
         assert [(call["name"], call["args"]) for call in each.tool_calls] == [("weather", ARGS)] * 2
         assert len({call["id"] for call in each.tool_calls}) == 2
-        assert (each.invalid_tool_calls, each.response_metadata["finish_reason"]) == (
-            [],
-            "tool_calls",
-        )
+        assert each.invalid_tool_calls == []
+        assert each.response_metadata["finish_reason"] == "tool_calls"
     assert all("tool_call" not in str(chunk.content) for chunk in chunks)
     assert [c["index"] for c in whole.tool_call_chunks] == [0, 1]
 
@@ -128,13 +138,8 @@ async def test_what_cannot_be_read_is_an_invalid_call(chat, monkeypatch):
 
 @pytest.mark.usefixtures("no_histories")
 def test_choices_of_langchains_forms(chat):
-    for given, known in (
-        (None, None),
-        ("auto", "auto"),
-        ("any", "required"),
-        (True, "required"),
-        (False, None),
-    ):
+    forms = [(None, None), ("auto", "auto"), ("any", "required"), (True, "required"), (False, None)]
+    for given, known in forms:
         assert chat.bind_tools([weather], tool_choice=given).kwargs["tool_choice"] == known
     with pytest.raises(ConfigError, match=r"tool_choice is 'wether'.*\['weather'\]"):
         chat.bind_tools([weather], tool_choice="wether").invoke("Oslo?")
@@ -211,10 +216,8 @@ def test_a_class_is_all_that_an_object_of_it_may_hold(strict, chat):
         None if strict is False else False
     }
     given = Trip.model_json_schema()
-    assert (
-        chat.with_structured_output(given).first.kwargs["response_format"]["json_schema"]["schema"]
-        == given
-    )
+    shown = chat.with_structured_output(given).first.kwargs["response_format"]
+    assert shown["json_schema"]["schema"] == given
 
 
 def test_schemas_of_the_other_forms_give_dicts_and_json_mode_any(chat, monkeypatch):
@@ -228,12 +231,9 @@ def test_schemas_of_the_other_forms_give_dicts_and_json_mode_any(chat, monkeypat
         {"name": "where", "parameters": plain},
     ):
         assert chat.with_structured_output(schema).invoke("Where?") == json.loads(said)
-    assert chat.with_structured_output(None, method="json_mode").invoke("Where?") == json.loads(
-        said
-    )
-    assert chat.with_structured_output(Weather, method="json_mode").invoke("Where?") == Weather(
-        place="Oslo"
-    )
+    for schema, found in ((None, json.loads(said)), (Weather, Weather(place="Oslo"))):
+        asking = chat.with_structured_output(schema, method="json_mode")
+        assert asking.invoke("Where?") == found
     *_, last = chat.with_structured_output(Weather).stream("Where?")
     assert last == Weather(place="Oslo")
     with pytest.raises(ConfigError, match="method is 'magic'"):
@@ -243,11 +243,8 @@ def test_schemas_of_the_other_forms_give_dicts_and_json_mode_any(chat, monkeypat
 
 
 def test_an_answer_that_is_cut_is_a_parsing_error(chat):
-    cut = (
-        chat.model_copy(update={"max_tokens": 3})
-        .with_structured_output(Weather, include_raw=True)
-        .invoke("Where?")
-    )
+    short = chat.model_copy(update={"max_tokens": 3})
+    cut = short.with_structured_output(Weather, include_raw=True).invoke("Where?")
     assert cut["parsed"] is None
     assert cut["parsing_error"] is not None
     assert cut["raw"].response_metadata["finish_reason"] == "length"

@@ -8,7 +8,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import numpy as np
 from langchain_core.documents import Document
@@ -46,6 +46,13 @@ class FaissStore(VectorStore):
         self._documents = dict[int, Document]()
         self._numbers = dict[str, int]()
         self._next = 0
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the store itself: a copy has the same KV."""
+        return self
+
+    def __getstate__(self) -> NoReturn:
+        raise ConfigError("the own FAISS index can't be pickled; use save_local and load_local")
 
     @property
     def embeddings(self) -> Embeddings:
@@ -158,10 +165,12 @@ class FaissStore(VectorStore):
         **kwargs: Any,
     ) -> list[Document]:
         near = self._nearest(embedding, fetch_k, **kwargs)
-        chosen = maximal_marginal_relevance(
-            np.array(embedding), [vector for *_, vector in near], lambda_mult, k
-        )
-        return [near[i][0] for i in chosen]
+        return [
+            near[i][0]
+            for i in maximal_marginal_relevance(
+                np.array(embedding), [vector for *_, vector in near], lambda_mult, k
+            )
+        ]
 
     def _nearest(
         self,
@@ -203,10 +212,9 @@ class FaissStore(VectorStore):
             found = self._index.search_and_reconstruct(
                 np.array([embedding]), min(k, len(documents)), params=params
             )
-            rows = zip(*(column[0].tolist() for column in found), strict=True)
             near = [
                 (documents[n].model_copy(deep=True), score, vector)
-                for score, n, vector in rows
+                for score, n, vector in zip(*(part[0].tolist() for part in found), strict=True)
                 if n >= 0
             ]
         if score_threshold is None:
@@ -227,17 +235,21 @@ class FaissStore(VectorStore):
         Raises ``InputError`` for metadata that JSON can't hold.
         """
         with self._lock:
-            rows = [
-                {"number": number, "id": d.id, "text": d.page_content, "metadata": d.metadata}
-                for number, d in self._documents.items()
-            ]
             try:
                 text = json.dumps(
                     {
                         "format": FORMAT,
                         "metric": self._metric,
                         "next": self._next,
-                        "documents": rows,
+                        "documents": [
+                            {
+                                "number": number,
+                                "id": d.id,
+                                "text": d.page_content,
+                                "metadata": d.metadata,
+                            }
+                            for number, d in self._documents.items()
+                        ],
                     },
                     ensure_ascii=False,
                 )

@@ -42,7 +42,7 @@ def tool_dicts(tools: Sequence[Tool], strict: bool | None = None) -> list[JsonDi
 
 def _tool_dict(tool: Tool, strict: bool | None) -> JsonDict:
     made = convert_to_openai_tool(tool, strict=strict)
-    schema = _recursive(getattr(tool, "args_schema", tool))
+    schema = _recursive(getattr(tool, "tool_call_schema", tool))
     if schema:
         made["function"]["parameters"] = {
             key: part for key, part in schema.items() if key not in ("title", "description")
@@ -95,13 +95,16 @@ def call_chunks(result: GenerationResult, broken: Sequence[str]) -> JsonDict:
 
     Calls are whole, because they are parsed when the answer has ended.
     """
-    calls = [(c.name, json.dumps(c.arguments, ensure_ascii=False), c.id) for c in result.tool_calls]
-    all_calls = [*calls, *((None, text, None) for text in broken)]
-    chunks = [
-        tool_call_chunk(name=n, args=args, id=i, index=at)
-        for at, (n, args, i) in enumerate(all_calls)
+    all_calls = [
+        *((c.name, json.dumps(c.arguments, ensure_ascii=False), c.id) for c in result.tool_calls),
+        *((None, text, None) for text in broken),
     ]
-    return {"tool_call_chunks": chunks}
+    return {
+        "tool_call_chunks": [
+            tool_call_chunk(name=n, args=args, id=i, index=at)
+            for at, (n, args, i) in enumerate(all_calls)
+        ]
+    }
 
 
 class _AnswerParser(JsonOutputParser):
@@ -220,8 +223,10 @@ def structured(
             wanted = _rewritten(wanted, _with_twins)
         asked: JsonDict = {"type": "json_object"}
         if wanted:
-            named = {"name": str(wanted.get("title", "answer")), "schema": wanted}
-            asked = {"type": "json_schema", "json_schema": named}
+            asked = {
+                "type": "json_schema",
+                "json_schema": {"name": str(wanted.get("title", "answer")), "schema": wanted},
+            }
         asking = llm.bind(response_format=asked, **about)
         parser = _AnswerParser(shape=schema if is_class else wanted or {})
     else:

@@ -72,7 +72,7 @@ class _Options(AdapterOptions):
     inner: SkipValidation[VectorStore | None] = None
     embedding: SkipValidation[Embeddings | None] = Field(default=None, kw_only=True)
     llm: Any = Field(default=None, kw_only=True)
-    metric: Metric = Field(default="l2", kw_only=True)
+    metric: Metric | None = Field(default=None, kw_only=True)
 
 
 class KVRagVectorStore(VectorStore):
@@ -96,7 +96,7 @@ class KVRagVectorStore(VectorStore):
         :class:`kvrag.KVRagEngine` that will answer, or the :class:`kvrag.KVRagClient` of the server
         that will; ``None`` keeps no KV.
     metric
-        Metric of the own index: ``"l2"`` or ``"ip"``.
+        Metric of a new own index: ``"l2"``, the default, or ``"ip"``.
     **options
         As for :func:`kvrag.precompute_kv`, of all added documents. By default ``on_error`` is
         ``"warn"``: documents are added even if their KV can't be computed. A ``collection``
@@ -105,8 +105,8 @@ class KVRagVectorStore(VectorStore):
     Raises
     ------
     ConfigError
-        If ``llm`` is another kind of model, an option has an invalid value, or neither or both of
-        ``inner`` and ``embedding`` are given.
+        If ``llm`` is another kind of model, an option has an invalid value, neither or both of
+        ``inner`` and ``embedding`` are given, or ``metric`` is given for a store that exists.
     MissingDependencyError
         If the own index is wanted and FAISS is not installed.
     InputError
@@ -135,9 +135,14 @@ class KVRagVectorStore(VectorStore):
         if asked.llm is not None:
             self._kv.host  # noqa: B018 - raises
         if asked.embedding is not None:
-            inner = FaissStore(asked.embedding, metric=asked.metric)
+            inner = FaissStore(asked.embedding, metric=asked.metric or "l2")
+        elif asked.metric:
+            raise ConfigError(
+                "metric can't be chosen for a store that exists; leave it out, or pass "
+                "embedding=... for a new FAISS index"
+            )
         assert inner is not None
-        self.inner: VectorStore = inner
+        self.inner = inner
         self.llm = asked.llm
         self.namespace = asked.namespace
         self.collection = asked.collection
@@ -256,8 +261,10 @@ class KVRagVectorStore(VectorStore):
         if self.llm is None or not documents:
             return
         # Of documents with equal ids, the store keeps the last.
-        pairs = zip((listed_id(self.inner, name) for name in names), documents, strict=False)
-        latest = {name: document.page_content for name, document in pairs}
+        latest = {
+            listed_id(self.inner, name): document.page_content
+            for name, document in zip(names, documents, strict=False)
+        }
         self._precompute(latest)
         self._follow(latest)
 

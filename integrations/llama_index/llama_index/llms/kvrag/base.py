@@ -233,11 +233,16 @@ class KVRagLLM(ToolCallingLLM):
     ) -> tuple[KVRagEngine, Any, Options, Shape[ChatResponse]]:
         shape = partial(as_chat, one_call=overrides.pop("parallel_tool_calls", None) is False)
         engine, options = self._request(overrides)
-        continues = bool(options.get("continue_final_message"))
         shown = self.check_call(options).form.tools
         return (
             engine,
-            chat_prompt(self, messages, _encoder(engine, options), shown, continues=continues),
+            chat_prompt(
+                self,
+                messages,
+                _encoder(engine, options),
+                shown,
+                continues=bool(options.get("continue_final_message")),
+            ),
             options,
             shape,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,7 +94,7 @@ class ToolCallingLLM(SerialisedLLM):
         self, output_cls: Any, prompt: Any, llm_kwargs: Any = None, **prompt_args: Any
     ) -> Any:
         """Predict an object without blocking the event loop (see :meth:`structured_predict`)."""
-        program, options = self._program(output_cls, prompt, llm_kwargs)
+        program, options = await asyncio.to_thread(self._program, output_cls, prompt, llm_kwargs)
         return await program.acall(llm_kwargs=options, **prompt_args)
 
     def _structured_stream_call(
@@ -105,7 +106,7 @@ class ToolCallingLLM(SerialisedLLM):
     async def _structured_astream_call(
         self, output_cls: Any, prompt: Any, llm_kwargs: Any = None, **prompt_args: Any
     ) -> Any:
-        program, options = self._program(output_cls, prompt, llm_kwargs)
+        program, options = await asyncio.to_thread(self._program, output_cls, prompt, llm_kwargs)
         return await program.astream_call(llm_kwargs=options, **prompt_args)
 
     def _program(
@@ -118,6 +119,7 @@ class ToolCallingLLM(SerialisedLLM):
 
         The options hold the response format, unless the user chose a program.
         """
+        self.metadata  # noqa: B018 - loads the model; the program would in an event loop
         options = llm_kwargs or {}
         if self.pydantic_program_mode != PydanticProgramMode.DEFAULT:
             return get_program_for_llm(

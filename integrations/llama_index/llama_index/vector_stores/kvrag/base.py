@@ -128,8 +128,10 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         ``StorageContext.from_defaults(persist_dir=...)`` makes a plain store of the same file;
         deleting nodes from a plain store leaves their KV.
         """
-        store = cls.from_persist_dir(persist_dir, llm=llm, **options)
-        return StorageContext.from_defaults(vector_store=store, persist_dir=persist_dir)
+        return StorageContext.from_defaults(
+            vector_store=cls.from_persist_dir(persist_dir, llm=llm, **options),
+            persist_dir=persist_dir,
+        )
 
     @classmethod
     def class_name(cls) -> str:
@@ -145,12 +147,14 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Add nodes, and precompute their KV."""
+        self._kv()  # raises before anything changes
         ids = self.inner.add(list(nodes), **kwargs)
         self._keep(nodes)
         return ids
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Add nodes; the precompute does not block the event loop."""
+        self._kv()
         ids = await self.inner.async_add(list(nodes), **kwargs)
         await asyncio.to_thread(self._keep, nodes)
         return ids
@@ -170,8 +174,8 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         while True:
             if self.inner.stores_text and latest:
                 # Prompts show the texts that the store holds: Chroma keeps the first text of an id.
-                held = held_nodes(self.inner, list(latest)) or []
-                latest |= {node.node_id: node for node in held}
+                held = held_nodes(self.inner, list(latest))
+                latest |= {node.node_id: node for node in held or ()}
             todo = [node for node in latest.values() if written.get(node.node_id) != node.hash]
             if not todo:
                 break
@@ -183,8 +187,9 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     def _changed(self, nodes: Sequence[BaseNode]) -> list[str]:
         """Return the ids of nodes that are stored with another text."""
         mode = MetadataMode.NONE if self.content == "text" else MetadataMode.LLM
-        named = [(node.node_id, node.get_content(metadata_mode=mode)) for node in nodes]
-        return self._kv().changed(named)
+        return self._kv().changed(
+            (node.node_id, node.get_content(metadata_mode=mode)) for node in nodes
+        )
 
     # -- deleting nodes --------------------------------------------------------------------------
     #
@@ -203,8 +208,10 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete a document's nodes, and their KV, in an event loop."""
         ref_doc_id = _document_id(ref_doc_id)
-        going = partial(self.inner.adelete, ref_doc_id, **delete_kwargs)
-        await self._agoing(partial(self._of_document, ref_doc_id), going)
+        await self._agoing(
+            partial(self._of_document, ref_doc_id),
+            partial(self.inner.adelete, ref_doc_id, **delete_kwargs),
+        )
 
     def delete_nodes(
         self,
@@ -227,8 +234,10 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     ) -> None:
         """Delete nodes, and their KV, in an event loop; a string is a single id."""
         ids = _as_list(node_ids)
-        going = partial(self.inner.adelete_nodes, ids, filters, **delete_kwargs)
-        await self._agoing(partial(self._matching, ids, filters), going)
+        await self._agoing(
+            partial(self._matching, ids, filters),
+            partial(self.inner.adelete_nodes, ids, filters, **delete_kwargs),
+        )
 
     def clear(self) -> None:
         """Empty the store and delete the KV of its nodes.
@@ -375,8 +384,9 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
 
     def _kv(self) -> DocumentKV:
         """Return the KV of the nodes; ``Settings.llm`` may have changed since."""
-        llm = resolve_kv_llm(self.llm)
-        return DocumentKV(llm, namespace=self.namespace, collection=self.collection)
+        return DocumentKV(
+            resolve_kv_llm(self.llm), namespace=self.namespace, collection=self.collection
+        )
 
     def _table(self) -> RefTable:
         """Return the table beside the LLM's KV; ``Settings.llm`` may have changed since."""
