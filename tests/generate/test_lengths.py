@@ -56,8 +56,7 @@ def test_a_prompt_that_leaves_no_token_and_a_number_that_does_not_fit_are_refuse
     [
         ("max_new_tokens", 7, 10, 7),
         ("max_new_tokens", 60, 80, 16),
-        ("max_length", 30, 10, 20),
-        ("max_length", 30, 50, LIMIT),
+        ("max_length", 30, 10, LIMIT),
     ],
 )
 def test_the_models_own_limit_is_a_default_too(name, value, prompt, wanted, engine):
