@@ -32,6 +32,9 @@ _STYLE = {
 # ``$ref``.
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
+# Keywords whose schemas hold properties of the object, too.
+_ELSEWHERE = ("$ref", "allOf", "anyOf", "oneOf")
+
 
 class _Tables(dict[frozenset[int], Any]):
     """Tables of a tokenizer by the tokens that end an answer."""
@@ -127,7 +130,8 @@ def _schema(form: ResponseFormat, missed: list[str]) -> dict[str, Any]:
     for tool in form.tools:
         if form.choice in ("auto", "required", name := name_of(tool)):
             given = tool["function"].get("parameters") or {}
-            closed = {"additionalProperties": False, **given, "type": "object"}
+            is_open = not given.keys().isdisjoint(_ELSEWHERE)
+            closed = {"additionalProperties": is_open, **given, "type": "object"}
             arguments = _part(f"kvrag:///{len(ways)}", closed, missed)
             call = {"name": {"const": name}, "arguments": arguments}
             ways.append(

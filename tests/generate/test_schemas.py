@@ -230,6 +230,18 @@ def test_a_value_of_the_wrong_type_is_never_more_than_a_refusal(keyword):
                 constraint(schema)
 
 
+N = {"n": {"$ref": "#/$defs/n"}}
+NAMES = {
+    "a": {"properties": {"child": {"$ref": "#"}, **N}, "$defs": {"n": {"const": 1}}},
+    "b": {"properties": N, "$defs": {"n": {"const": 2}}},
+    "c": {
+        "$ref": "#/$defs/c",
+        "$defs": {"c": {"properties": {"child": {"$ref": "#/$defs/c"}, **N}}, "n": {"const": 3}},
+    },
+    "d": {"anyOf": [{"required": ["n"], "properties": N}], "$defs": {"n": {"const": 4}}},
+}
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "fits"),
     [
@@ -237,18 +249,15 @@ def test_a_value_of_the_wrong_type_is_never_more_than_a_refusal(keyword):
         ("a", '{"child": {"name": "a"}}', False),
         ("a", '{"n": 2}', False),
         ("b", '{"n": 2}', True),
+        ("c", '{"child": {"n": 3}, "n": 3}', True),
+        ("c", '{"n": 2}', False),
+        ("d", '{"n": 4}', True),
     ],
 )
-def test_references_start_in_the_schema_of_their_tool(name, arguments, fits):
+def test_references_and_unions_start_in_the_schema_of_their_tool(name, arguments, fits):
     tools = [
         {"type": "function", "function": {"name": each, "parameters": parameters}}
-        for each, parameters in {
-            "a": {
-                "properties": {"child": {"$ref": "#"}, "n": {"$ref": "#/$defs/n"}},
-                "$defs": {"n": {"const": 1}},
-            },
-            "b": {"properties": {"n": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"const": 2}}},
-        }.items()
+        for each, parameters in NAMES.items()
     ]
     form = answer_form(tools, "required", None)
     made = grammar.constraint_of(form, tiny_tokenizer(), frozenset({EOS}))
