@@ -98,7 +98,7 @@ def constraint_of(
         ) from None
     if matcher.is_error():
         raise _unusable(matcher.get_error())
-    missed = [*missed, *matcher.get_grammar_warnings()]
+    missed += matcher.get_grammar_warnings()
     if missed:
         _warn_once(hash(schema), "; ".join(dict.fromkeys(missed)))
     return Constraint(matcher)

@@ -103,12 +103,7 @@ class PromptEncoder(SegmentTokenizer):
         InputError
             If the prompt is empty or of another type than :data:`Prompt`.
         """
-        if (
-            isinstance(prompt, Sequence)
-            and prompt
-            and isinstance(prompt[0], Mapping)
-            and all([isinstance(m, Mapping) for m in prompt])
-        ):
+        if isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) for m in prompt):
             pieces = self.chat_pieces(prompt, chat)  # type: ignore[arg-type]
         else:
             check_plain(prompt, chat)

@@ -56,7 +56,7 @@ def answer_form(
                 f"tool_choice allows {unknown[0]!r}, which is none of the tools; they are {names}"
             )
         checked = tuple([tool for tool in checked if name_of(tool) in allowed])
-        names = [name_of(tool) for tool in checked]
+        names = allowed
     if choice not in (None, "auto", "none"):
         if not names:
             raise ConfigError(
