@@ -166,5 +166,5 @@ def as_call(value: Any) -> ToolCall | None:
 def _loaded(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter from deep nesting
         return None

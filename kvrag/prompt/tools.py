@@ -285,8 +285,7 @@ def calls_with_dicts(message: Message) -> dict[str, Any]:
                 "pass {'function': {'name': ..., 'arguments': ...}}"
             )
         arguments = function.get("arguments") or {}
-        with suppress(ValueError):  # arguments that aren't JSON are shown unchanged
-            if isinstance(arguments, str):
-                arguments = json.loads(arguments)
+        with suppress(TypeError, ValueError, RecursionError):  # no JSON is shown unchanged
+            arguments = json.loads(arguments)
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "content": message.get("content"), "tool_calls": calls}

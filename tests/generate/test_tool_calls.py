@@ -8,8 +8,9 @@ from kit import scripted
 from texts import make_chunks
 
 from kvrag import ConfigError, InputError, TemplatePrefix, ToolCall
+from kvrag.generate.calls import TextCalls
 from kvrag.prompt.template import PromptEncoder
-from kvrag.prompt.tools import answer_form
+from kvrag.prompt.tools import answer_form, calls_with_dicts
 
 TOOL = {
     "type": "function",
@@ -283,6 +284,13 @@ def test_marks_that_are_control_tokens_are_read_and_never_shown(engine, monkeypa
     scripted(monkeypatch, engine, 'I look. <s>{"name": "search", "arguments": {"query": "a"}}<pad>')
     result = engine.generate(ASK, tools=[TOOL], max_new_tokens=120)
     assert (result.text, result.tool_calls[0].arguments) == ("I look. ", {"query": "a"})
+
+
+def test_text_that_nests_too_deeply_is_no_json():
+    deep = '[{"a":' * 10**5
+    assert TextCalls(()).push(deep, deep, is_last=True) == deep
+    call = {"function": {"name": "a", "arguments": deep}}
+    assert calls_with_dicts({"tool_calls": [call]})["tool_calls"] == [call]
 
 
 def test_an_answer_without_tools_is_not_read(engine, monkeypatch):
