@@ -172,7 +172,12 @@ class PromptEncoder(SegmentTokenizer):
         chat = Chat(chat.tools or self.tools, {**self.variables, **chat.variables}, chat.continues)
         source = self.template_source(chat.tools)
         marks = Marks()
-        plain = plain_messages(messages, marks.add, self.facts.roles)
+
+        def hold(text: str | Chunk) -> str:
+            given = _given([text] if isinstance(text, Chunk) else self.guarded(text))
+            return "".join([marks.add(p.text) if p.is_given else p.text for p in given])
+
+        plain = plain_messages(messages, hold, self.facts.roles)
         self._warn_of_unused(plain, chat, facts_of(source))
         if chat.continues:
             _check_last(plain)

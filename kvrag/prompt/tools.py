@@ -134,10 +134,8 @@ def _checked_schema(response_format: Any) -> JsonObject | None:
         return None
     if kind == "json_object":
         return {"type": "object"}
-    schema = None
-    if kind == "json_schema":
-        schema = _field(response_format.get("json_schema"), "schema")
-    if not isinstance(schema, Mapping):
+    schema = _field(_field(response_format, "json_schema"), "schema")
+    if kind != "json_schema" or not isinstance(schema, Mapping):
         raise ConfigError(
             f"response_format is {str(response_format)[:200]}; "
             "pass None, {'type': 'json_object'}, or "
@@ -284,7 +282,7 @@ def calls_with_dicts(message: Message) -> dict[str, Any]:
                 f"a message calls a tool by {call!r}; "
                 "pass {'function': {'name': ..., 'arguments': ...}}"
             )
-        arguments = function.get("arguments") or {}
+        arguments: Any = function.get("arguments") or {}
         with suppress(TypeError, ValueError, RecursionError):  # no JSON is shown unchanged
             arguments = json.loads(arguments)
         calls.append({**call, "function": {**function, "arguments": arguments}})
