@@ -269,10 +269,8 @@ def test_weights_that_change_in_place_lose_the_profile_and_find_it_again(engine_
 def test_short_chunks_that_the_engine_stores_are_calibrated(engine_of):
     engine = engine_of("llama", store_config=StoreConfig(min_chunk_tokens=4))
     short = [chunk[:40] for chunk in CHUNKS]
-    assert (
-        max(len(engine.loaded.encoder.chunk_ids(text)) for text in short)
-        < StoreConfig().min_chunk_tokens
-    )
+    lengths = [len(engine.loaded.encoder.chunk_ids(text)) for text in short]
+    assert max(lengths) < StoreConfig().min_chunk_tokens
     assert engine.calibrate(short, **SMALL, **ANY).is_reached
 
 

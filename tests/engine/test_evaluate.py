@@ -297,18 +297,11 @@ def test_a_refused_model_is_not_evaluated(engine_of):
 def test_a_repair_may_be_named(tiny_dir):
     for name, config in {"fast": RepairConfig.fast(), "careful": RepairConfig.careful()}.items():
         assert KVRagEngine.from_pretrained(tiny_dir, repair=name).repair == config
-        assert (
-            KVRagEngine.from_pretrained(tiny_dir)
-            .explain("x", repair=name)
-            .repair.endswith("(given)")
-        )
+        found = KVRagEngine.from_pretrained(tiny_dir).explain("x", repair=name)
+        assert found.repair.endswith("(given)")
     assert KVRagEngine.from_pretrained(tiny_dir, repair="auto").repair == RepairConfig()
-    assert (
-        RepairConfig.fast().recompute_ratio
-        < BASE_SHARE
-        < MOST_SHARE
-        < RepairConfig.careful().recompute_ratio
-    )
+    fast, careful = RepairConfig.fast(), RepairConfig.careful()
+    assert fast.recompute_ratio < BASE_SHARE < MOST_SHARE < careful.recompute_ratio
     with pytest.raises(ConfigError, match="'auto', 'fast' or 'careful'"):
         KVRagEngine.from_pretrained(tiny_dir, repair="slow")
 

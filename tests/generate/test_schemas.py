@@ -255,10 +255,7 @@ NAMES = {
     ],
 )
 def test_references_and_unions_start_in_the_schema_of_their_tool(name, arguments, fits):
-    tools = [
-        {"type": "function", "function": {"name": each, "parameters": parameters}}
-        for each, parameters in NAMES.items()
-    ]
+    tools = [{"function": {"name": each, "parameters": NAMES[each]}} for each in NAMES]
     form = answer_form(tools, "required", None)
     made = grammar.constraint_of(form, tiny_tokenizer(), frozenset({EOS}))
     text = f'{{"name": "{name}", "arguments": {arguments}}}'
@@ -273,8 +270,7 @@ def test_a_part_of_a_schema_may_have_a_name_of_its_own(own):
         "properties": {"n": {"$id": own, "type": "integer"}, "m": {"$ref": own}},
         "required": ["n"],
     }
-    form = answer_form(None, "auto", {"type": "json_schema", "json_schema": {"schema": schema}})
-    made = grammar.constraint_of(form, tiny_tokenizer(), frozenset({EOS}))
+    made = constraint(schema)
     ids = tiny_tokenizer().encode('{"n": 1, "m": 2}', add_special_tokens=False)
     assert made._matcher.try_consume_tokens(ids) == len(ids)
 

@@ -28,13 +28,7 @@ FOUND = [
 
 SHOWN: list[tuple[dict[str, Any], str]] = [
     ({"type": "document", "source": {"type": "text", "data": "a doc"}, "title": "T"}, "T\na doc\n"),
-    (
-        {
-            "type": "document",
-            "source": {"type": "content", "content": [{"type": "text", "text": "a"}]},
-        },
-        "a\n",
-    ),
+    ({"type": "document", "source": {"type": "content", "content": [TEXT]}}, "Who?\n"),
     (
         {"type": "search_result", "source": "u", "title": "t", "content": [TEXT], "citations": {}},
         "t\nu\nWho?\n",
@@ -131,7 +125,13 @@ def test_the_text_of_a_document_is_a_chunk(tokenizer):
     pieces = PromptEncoder(tokenizer).pieces(
         [{"role": "user", "content": [block for block, _ in SHOWN[:4]]}]
     )
-    assert [p.text for p in pieces if p.kind == "chunk"] == ["a doc", "a", "Who?", "<s>", "a <s> b"]
+    assert [p.text for p in pieces if p.kind == "chunk"] == [
+        "a doc",
+        "Who?",
+        "Who?",
+        "<s>",
+        "a <s> b",
+    ]
 
 
 def test_blocks_of_llama_index():
