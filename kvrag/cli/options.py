@@ -283,13 +283,13 @@ _RUN = (
 _PROMPTS = (
     _option("prefix", str | None, help="Text before the first chunk of your prompts, as rendered."),
     _option("system", str | None, help="System message of your chat prompts; instead of --prefix."),
-    _parameter("chunk_context", Annotated[str, _CONTEXT], "default"),
     _option(
         "chat_template_kwargs",
         str | None,
         metavar="JSON",
         help='Variables for the chat template, as {"enable_thinking": false}.',
     ),
+    _parameter("chunk_context", Annotated[str, _CONTEXT], "default"),
     _parameter("namespace", Namespace, "default"),
 )
 _MODEL = _option(
@@ -303,8 +303,8 @@ ESTIMATE = (_MODEL, _STORED[1], _RUN[0])
 _CATALOG = _field(StoreConfig, "catalog", _ENGINE, env=True)
 ENGINE = (_MODEL, *_STORED, *_RUN, _CATALOG, *_PROMPTS)
 DEMO = (_PROMPTS[-1], *_RUN)
-CALIBRATE = (*ESTIMATE, _RUN[1], *_PROMPTS[:2])
-EVALUATE = (*CALIBRATE, *_PROMPTS[2:4])
+CALIBRATE = (*ESTIMATE, _RUN[1], *_PROMPTS[:3])
+EVALUATE = (*CALIBRATE, _PROMPTS[3])
 Contexts = Annotated[Words, _CONTEXT]
 REPAIR = (
     _option(

@@ -19,6 +19,7 @@ from kvrag.config import Repair
 from kvrag.errors import InputError
 from kvrag.evaluate.engine import Engine
 from kvrag.evaluate.questions import IS_RIGHT, Question, planted, prompt_of, read_question, score
+from kvrag.evaluate.verify import is_any_reused
 from kvrag.metrics import kl_divergence
 from kvrag.progress import Progress, check_show
 from kvrag.types import Exactness, Mode
@@ -148,7 +149,7 @@ def evaluate_reuse(
 ) -> Evaluation:
     """Answer questions about your chunks by full prefill and with reuse, and compare the answers.
 
-    The two modes alternate question by question. Takes minutes.
+    The two modes alternate question by question. Takes minutes. Warns if nothing was reused.
 
     Parameters
     ----------
@@ -193,6 +194,7 @@ def evaluate_reuse(
         # Lazily: full prefill and reuse alternate question by question.
         rows = [compare(own, reference, mode=mode, repair=repair) for reference in found]
         how = own.explain(prompt_of(own, asked[0]), mode=mode, repair=repair).repair
+    is_any_reused(rows)
     return Evaluation(rows, how, report.stored, report.stored_bytes, report.seconds)
 
 
@@ -243,9 +245,10 @@ def answered(
 def compare(engine: Engine, reference: Reference, *, mode: Mode, repair: Repair) -> Compared:
     """Answer a question with reuse, and compare the answer with full prefill's."""
     prompt = reference.prompt
-    options: dict[str, Any] = {"mode": mode, "repair": repair}
-    found = engine.generate(prompt, max_new_tokens=reference.max_new_tokens, **options)
-    logits = engine.score(prompt, reference.token_ids, **options).logits
+    found = engine.generate(
+        prompt, max_new_tokens=reference.max_new_tokens, mode=mode, repair=repair
+    )
+    logits = engine.score(prompt, reference.token_ids, mode=mode, repair=repair).logits
     question = reference.question
     answers = question.answers
     return Compared(

@@ -158,9 +158,9 @@ def calibrate_repair(
     Raises
     ------
     InputError
-        If there are too few chunks or prompts; also if the profile is to be kept and there are
-        fewer than 12 prompts. :class:`ContextLengthError` if the prompts exceed
-        the model's context window.
+        If there are too few chunks or prompts, or full prefill answers no prompt right; also if the
+        profile is to be kept and there are fewer than 12 prompts. :class:`ContextLengthError` if
+        the prompts exceed the model's context window.
     UnsupportedModelError
         If this model's KV can't be reused.
     """
@@ -181,6 +181,11 @@ def calibrate_repair(
                 show_progress=show_progress,
             )
         )
+        if not any(reference.is_right for reference in references):
+            raise InputError(
+                "full prefill answers no planted fact right, so none can be lost; a thinking model "
+                "needs chat_template_kwargs={'enable_thinking': False}"
+            )
         number = count(1)
 
         def measure(repair: RepairConfig) -> Trial:
@@ -238,18 +243,17 @@ def _trial(
     engine: Engine, references: Sequence[Reference], repair: RepairConfig, progress: Progress
 ) -> Trial:
     """Measure a repair on all prompts."""
-    num_layers = engine.loaded.reusable.depth
+    price = Price(IN_ROWS, repair, engine.loaded.reusable.depth)
     figures = []
     lost = 0
     for reference in references:
         found = engine.score(reference.prompt, reference.token_ids, mode="stitch", repair=repair)
         is_same = found.logits.argmax(-1) == reference.logits.argmax(-1)
-        layout = _layout(engine, reference.prompt)
         total = found.prompt_tokens
         figures.append(
             (
                 found.repaired_tokens / total,
-                Price(IN_ROWS, repair, num_layers).of_forwards(layout) / total,
+                price.of_forwards(_layout(engine, reference.prompt)) / total,
                 float(kl_divergence(reference.logits, found.logits).mean()),
                 float(is_same.double().mean()),
             )
@@ -262,7 +266,7 @@ def _trial(
         progress.advance()
     rows, cost, kls, tops = zip(*figures, strict=True)
     kl_error, top1_error = (stdev(values) / len(values) ** 0.5 for values in (kls, tops))
-    share = lost / max(1, sum(reference.is_right for reference in references))
+    share = lost / sum(reference.is_right for reference in references)
     return Trial(
         repair, fmean(rows), fmean(cost), fmean(kls), kl_error, fmean(tops), top1_error, share
     )
@@ -304,17 +308,16 @@ def kept_profile(engine: Engine) -> Profile | None:
     with suppress(OSError, ValueError):
         profile = TypeAdapter(Profile).validate_json(file.read_bytes())
         if profile.prompts >= LEAST_PROMPTS:
-            _say_kept(file, described(profile.kept.repair), str(profile))
+            _say_kept(file, in_words(profile.kept.repair, profile))
             return profile
     return _shipped().get(file.stem)
 
 
 @cache
-def _say_kept(file: Path, repair: str, origin: str) -> None:
+def _say_kept(file: Path, repair: str) -> None:
     logger.warning(
-        "repair of this model: %s (%s); kept in %s. Delete this file to undo it, or pass repair=",
+        "repair of this model: %s; kept in %s. Delete this file to undo it, or pass repair=",
         repair,
-        origin,
         file,
     )
 

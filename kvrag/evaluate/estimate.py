@@ -125,7 +125,8 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     # Transformers renamed torch_dtype to dtype.
     given = config.get("dtype") or config.get("torch_dtype") or text.get("dtype")
     dtype = str(given).removeprefix("torch.")
-    dtype = dtype if dtype in ITEMSIZE else "bfloat16"
+    if dtype not in ITEMSIZE:
+        dtype = "bfloat16"
     first, *others = (
         ModelShape(count, heads, dim, dtype, value_dim) for (heads, dim, value_dim), count in kinds
     )

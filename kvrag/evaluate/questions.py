@@ -210,12 +210,12 @@ def read_question(
     if isinstance(answers, str):
         answers = [answers]
     own = given.get("chunks") or []
-    if (
-        not isinstance(text, str)
-        or not answers
-        or not _are_texts(answers)
-        or not _are_texts(own)
-        or [] in map(normalised, answers)
+    if not (
+        isinstance(text, str)
+        and answers
+        and _are_texts(answers)
+        and _are_texts(own)
+        and [] not in map(normalised, answers)
     ):
         raise InputError(
             f"a question is {dict(given)!r:.200}; it needs 'question', a text, and 'answers', a "

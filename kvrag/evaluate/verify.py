@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from kvrag.config import Repair
@@ -73,14 +74,9 @@ def verify_prompts(
         repaired = engine.explain(prompts[-1], mode=mode, **options).repair
     finally:
         engine.history_bytes = kept
-    is_reused = any(row.kv_reuse_ratio > 0 for row in rows)
-    if not is_reused:
-        logger.warning(
-            "no prompt reused any KV, so there was nothing to verify; see explain() for the reason"
-        )
+    is_reused = is_any_reused(rows)
     mean_kl, top1, greedy = (
-        sum(float(getattr(row, name)) for row in rows) / len(rows)
-        for name in ("kl", "top1", "greedy")
+        fmean(getattr(row, name) for row in rows) for name in ("kl", "top1", "greedy")
     )
     return VerifyReport(
         passed=is_reused and mean_kl <= max_mean_kl and top1 >= min_top1,
@@ -92,6 +88,16 @@ def verify_prompts(
         passed_by=f"mean_kl of at most {max_mean_kl:g} nats and top1_agreement of at least "
         f"{min_top1:g}, at the first token; not the greedy answers",
     )
+
+
+def is_any_reused(rows: Sequence[Any]) -> bool:
+    """Whether any row of a comparison is of reused KV; warn if there is none."""
+    if any(row.exactness != "full" for row in rows):
+        return True
+    logger.warning(
+        "no prompt reused any KV, so there was nothing to compare; see explain() for the reason"
+    )
+    return False
 
 
 def _compare(

@@ -102,7 +102,7 @@ class ParsedCalls:
                 message, more = self._parser.finalize()
                 events += more
             calls = [as_call(value) for value in message.get("tool_calls") or ()]
-            self.found = tuple([call for call in calls if call])
+            self.found = tuple(filter(None, calls))
             if len(calls) > len(self.found):
                 raise ValueError("a call without a name")
         except Exception:  # the parser failed, now or earlier: text that was held back is shown
@@ -166,5 +166,5 @@ def as_call(value: Any) -> ToolCall | None:
 def _loaded(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter from deep nesting
         return None

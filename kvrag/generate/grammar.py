@@ -32,6 +32,9 @@ _STYLE = {
 # ``$ref``.
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
+# Keywords whose schemas hold properties of the object, too.
+_ELSEWHERE = ("$ref", "allOf", "anyOf", "oneOf")
+
 
 class _Tables(dict[frozenset[int], Any]):
     """Tables of a tokenizer by the tokens that end an answer."""
@@ -95,7 +98,7 @@ def constraint_of(
         ) from None
     if matcher.is_error():
         raise _unusable(matcher.get_error())
-    missed = [*missed, *matcher.get_grammar_warnings()]
+    missed += matcher.get_grammar_warnings()
     if missed:
         _warn_once(hash(schema), "; ".join(dict.fromkeys(missed)))
     return Constraint(matcher)
@@ -127,7 +130,8 @@ def _schema(form: ResponseFormat, missed: list[str]) -> dict[str, Any]:
     for tool in form.tools:
         if form.choice in ("auto", "required", name := name_of(tool)):
             given = tool["function"].get("parameters") or {}
-            closed = {"additionalProperties": False, **given, "type": "object"}
+            is_open = not given.keys().isdisjoint(_ELSEWHERE)
+            closed = {"additionalProperties": is_open, **given, "type": "object"}
             arguments = _part(f"kvrag:///{len(ways)}", closed, missed)
             call = {"name": {"const": name}, "arguments": arguments}
             ways.append(

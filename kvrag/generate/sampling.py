@@ -137,7 +137,7 @@ def parts_of(
         thoughts, decode = thoughts_in(tags, request, encoder, prompt_ids, eos_ids, decode)
     form: Form | None = constraint
     if constraint and thoughts:
-        form = FormBehind(constraint, thoughts, encoder, decode)
+        form = FormBehind(constraint, thoughts, encoder, decode, eos_ids)
     before = () if is_chat and not request.chat.continues else prompt_ids[-TAIL:]
     model = loaded.lm.model
     processors = processors_of(

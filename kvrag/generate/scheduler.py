@@ -92,10 +92,7 @@ def length_of(lm: CausalLM | PlainLM, num_tokens: int, given: int | None, *, sli
     reason = cannot_slide(lm) if slides else ""
     limit = given
     if limit is None:
-        defaults = lm.model.generation_config
-        limit = int(defaults.max_new_tokens or DEFAULT_MAX_NEW_TOKENS)
-        if (defaults.max_length or 0) > num_tokens:
-            limit = min(limit, defaults.max_length - num_tokens)
+        limit = int(lm.model.generation_config.max_new_tokens or DEFAULT_MAX_NEW_TOKENS)
         cap = window
         if lm.refusal is None and num_tokens + WORTH_REUSE <= lm.reuse_window:
             cap = lm.reuse_window

@@ -91,24 +91,32 @@ class FormBehind:
     """Constraint of an answer that begins behind a thought.
 
     A thought that the prompt doesn't open may be opened by the tokens of its tag. The token that
-    completes the closing tag belongs to the thought.
+    completes the closing tag belongs to the thought; the tokens ``ends`` may not come before it.
     """
 
     def __init__(
-        self, form: Constraint, thoughts: Thoughts, encoder: PromptEncoder, decode: Decode
+        self,
+        form: Constraint,
+        thoughts: Thoughts,
+        encoder: PromptEncoder,
+        decode: Decode,
+        ends: Collection[int],
     ) -> None:
         self._form = form
         self._thoughts = copy(thoughts)
         self._opening = encoder.private.encode(thoughts.opening, add_special_tokens=False)
         self._num_taken = 0
         self._decode = decode
+        self._ends = [*ends]
 
     def masked(self, scores: Tensor) -> Tensor:
         """Return scores ``(1, vocab)``, minus infinity for tokens that may not come next."""
         if self._thoughts.is_over:
             return self._form.masked(scores)
         if self._thoughts.is_open:
-            return scores
+            allowed = scores.clone()
+            allowed[:, self._ends] = float("-inf")
+            return allowed
         token = self._opening[self._num_taken]
         allowed = scores - float("inf") if self._num_taken else self._form.masked(scores)
         allowed[0, token] = scores[0, token]

@@ -14,8 +14,8 @@ from kvrag.errors import InputError
 from kvrag.prompt.tools import JsonObject, Message, calls_with_dicts
 from kvrag.types import Chunk
 
-# Returns the placeholder of a chunk's text in a message's text.
-Hold = Callable[[str], str]
+# Returns a message's text with placeholders: of a chunk, of control-token text in a string.
+Hold = Callable[[str | Chunk], str]
 
 # Roles of other providers and frameworks, and their names in most chat templates.
 SYNONYMS = {
@@ -156,14 +156,10 @@ def _plain_message(message: Message, hold: Hold) -> dict[str, Any]:
 
 
 def _content_text(content: object, role: str, hold: Hold) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, Chunk):
-        content = [content]
+    if content is None or isinstance(content, (str, Chunk)):
+        return _part_text(content, hold)
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InputError(f"the content of a {role} message is {describe(content)}; pass a string")
-    if isinstance(content, str):
-        return content
     return "".join([_part_text(part, hold) for part in content])
 
 
@@ -171,7 +167,7 @@ def _part_text(part: object, hold: Hold) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, Chunk):
-        return _held(part, hold)
+        return hold(part)
     if part is None:
         return ""
     if not isinstance(part, Mapping):
@@ -190,9 +186,8 @@ def _part_text(part: object, hold: Hold) -> str:
     if isinstance(kind, str):
         if kind == "non_standard":
             return _part_text(part.get("value"), hold)
-        is_unshown = _is_unshown(kind)
-        if is_unshown or kind in _DOCUMENTS or kind.endswith(("_result", "_output")):
-            return _block_text(part, kind, hold, is_unshown=is_unshown)
+        if kind in _DOCUMENTS or kind.endswith(("_result", "_output")) or _is_unshown(kind):
+            return _block_text(part, kind, hold)
     raise _unshowable(kind)
 
 
@@ -207,16 +202,16 @@ def _is_unshown(kind: str) -> bool:
     return is_foreign or kind in (*_HINTS, *_THOUGHTS) or kind.startswith("mcp_")
 
 
-def _block_text(block: JsonObject, kind: str, hold: Hold, *, is_unshown: bool) -> str:
+def _block_text(block: JsonObject, kind: str, hold: Hold) -> str:
     """Return the text of a document, of a result, or of a call with results; a line per text.
 
-    The text of a document is a chunk.
+    The text of a document is a chunk; control-token text before it, as in its title, stays text.
     """
     is_document = kind in _DOCUMENTS
     about, body = _about_and_body(block, kind, hold if is_document else None)
     if is_document and not body:
         raise _unshowable(kind)
-    if is_unshown and not body:
+    if not body and _is_unshown(kind):
         return ""
     return "".join([f"{text}\n" for text in (*about, *body)])
 
@@ -231,7 +226,11 @@ def _about_and_body(block: JsonObject, kind: str, hold: Hold | None) -> tuple[li
         raise _unshowable(inner)
     if inner in _THOUGHTS:
         return [], []
-    about = [block[name] for name in _ABOUT if isinstance(block.get(name), str)]
+    about = [
+        hold(block[name]) if hold else block[name]
+        for name in _ABOUT
+        if isinstance(block.get(name), str)
+    ]
     body: list[str] = []
     for name in _BODY:
         value = block.get(name)
@@ -245,21 +244,15 @@ def _about_and_body(block: JsonObject, kind: str, hold: Hold | None) -> tuple[li
 
 def _texts(value: object, kind: str, hold: Hold | None) -> list[str]:
     if isinstance(value, str):
-        text = _held(Chunk(value), hold) if hold is not None and value.strip() else value
-        return [text] if text.strip() else []
+        if not value.strip():
+            return []
+        return [hold(Chunk(value)) if hold else value]
     if isinstance(value, Mapping):
         about, body = _about_and_body(value, kind, hold)
         return about + body if body or hold is None else []  # an address alone is no document
     if isinstance(value, Sequence):
         return [text for each in value for text in _texts(each, kind, hold)]
     return []
-
-
-def _held(chunk: Chunk, hold: Hold) -> str:
-    """Return a chunk's placeholder; white space at its ends belongs to the text around it."""
-    text = check_chunk_text(chunk.text)
-    before, body, after = text.partition(text.strip())
-    return f"{before}{hold(body)}{after}"
 
 
 def _id_of(message: Message) -> dict[str, str]:

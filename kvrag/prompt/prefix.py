@@ -77,7 +77,7 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
     return _from_template(prefix, encoder)
 
 
-def _no_chunk(_text: str) -> str:
+def _no_chunk(_text: object) -> str:
     raise ConfigError(
         "prefix holds a kvrag.Chunk; a prefix is the text before the first chunk: "
         "write {context} in its place"

@@ -103,12 +103,7 @@ class PromptEncoder(SegmentTokenizer):
         InputError
             If the prompt is empty or of another type than :data:`Prompt`.
         """
-        if (
-            isinstance(prompt, Sequence)
-            and prompt
-            and isinstance(prompt[0], Mapping)
-            and all([isinstance(m, Mapping) for m in prompt])
-        ):
+        if isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) for m in prompt):
             pieces = self.chat_pieces(prompt, chat)  # type: ignore[arg-type]
         else:
             check_plain(prompt, chat)
@@ -177,7 +172,12 @@ class PromptEncoder(SegmentTokenizer):
         chat = Chat(chat.tools or self.tools, {**self.variables, **chat.variables}, chat.continues)
         source = self.template_source(chat.tools)
         marks = Marks()
-        plain = plain_messages(messages, marks.add, self.facts.roles)
+
+        def hold(text: str | Chunk) -> str:
+            given = _given([text] if isinstance(text, Chunk) else self.guarded(text))
+            return "".join([marks.add(p.text) if p.is_given else p.text for p in given])
+
+        plain = plain_messages(messages, hold, self.facts.roles)
         self._warn_of_unused(plain, chat, facts_of(source))
         if chat.continues:
             _check_last(plain)

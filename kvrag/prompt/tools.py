@@ -56,7 +56,7 @@ def answer_form(
                 f"tool_choice allows {unknown[0]!r}, which is none of the tools; they are {names}"
             )
         checked = tuple([tool for tool in checked if name_of(tool) in allowed])
-        names = [name_of(tool) for tool in checked]
+        names = allowed
     if choice not in (None, "auto", "none"):
         if not names:
             raise ConfigError(
@@ -134,10 +134,8 @@ def _checked_schema(response_format: Any) -> JsonObject | None:
         return None
     if kind == "json_object":
         return {"type": "object"}
-    schema = None
-    if kind == "json_schema":
-        schema = _field(response_format.get("json_schema"), "schema")
-    if not isinstance(schema, Mapping):
+    schema = _field(_field(response_format, "json_schema"), "schema")
+    if kind != "json_schema" or not isinstance(schema, Mapping):
         raise ConfigError(
             f"response_format is {str(response_format)[:200]}; "
             "pass None, {'type': 'json_object'}, or "
@@ -284,9 +282,8 @@ def calls_with_dicts(message: Message) -> dict[str, Any]:
                 f"a message calls a tool by {call!r}; "
                 "pass {'function': {'name': ..., 'arguments': ...}}"
             )
-        arguments = function.get("arguments") or {}
-        with suppress(ValueError):  # arguments that aren't JSON are shown unchanged
-            if isinstance(arguments, str):
-                arguments = json.loads(arguments)
+        arguments: Any = function.get("arguments") or {}
+        with suppress(TypeError, ValueError, RecursionError):  # no JSON is shown unchanged
+            arguments = json.loads(arguments)
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "content": message.get("content"), "tool_calls": calls}

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kit import all_answers_are_right
 from texts import make_chunks
 from typer.testing import CliRunner
 
@@ -24,6 +25,7 @@ SIGNS = "Käse – “so” × ± · … ‖ 漢字 🙂 \u2063"
 def place(tmp_path, monkeypatch, tiny_dir):
     """A directory to run commands in, with notes to precompute and a prompt."""
     monkeypatch.chdir(tmp_path)
+    all_answers_are_right(monkeypatch)
     for name in ("KVRAG_MODEL", "KVRAG_KV_DIR", "KVRAG_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "notes.md").write_text("\n\n".join([*CHUNKS, f"{SIGNS} {CHUNKS[0]}"]), "utf-8")
@@ -47,13 +49,9 @@ FORMS = {
     "explain": ["prompt.json"],
     "verify": ["prompts.jsonl", "--max-new-tokens", "1", "--strategy", "all"],
     "estimate": [],
-    "calibrate --corpus notes.md --chunk-tokens 40 --no-keep": [
-        "--prompts",
-        "2",
-        "--chunks",
-        "2",
-        "--target-kl",
-        "9",
+    "calibrate --corpus notes.md --chunk-tokens 40 --no-keep --prompts 2 --chunks 2": [
+        "--chat-template-kwargs",
+        "{}",
     ],
 }
 """Commands that take a model, and what follows it."""

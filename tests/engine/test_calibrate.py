@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from kit import all_answers_are_right
 from texts import make_chunks
 from typer.testing import CliRunner
 
@@ -26,6 +27,7 @@ def fresh_cache(tmp_path, monkeypatch):
     """No profile outlives its test, and one of four prompts is kept."""
     monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(calibrate, "LEAST_PROMPTS", SMALL["prompts"])
+    all_answers_are_right(monkeypatch)
 
 
 # -- the search, on made-up measurements --------------------------------------------------------------------------------
@@ -267,14 +269,15 @@ def test_weights_that_change_in_place_lose_the_profile_and_find_it_again(engine_
 def test_short_chunks_that_the_engine_stores_are_calibrated(engine_of):
     engine = engine_of("llama", store_config=StoreConfig(min_chunk_tokens=4))
     short = [chunk[:40] for chunk in CHUNKS]
-    assert (
-        max(len(engine.loaded.encoder.chunk_ids(text)) for text in short)
-        < StoreConfig().min_chunk_tokens
-    )
+    lengths = [len(engine.loaded.encoder.chunk_ids(text)) for text in short]
+    assert max(lengths) < StoreConfig().min_chunk_tokens
     assert engine.calibrate(short, **SMALL, **ANY).is_reached
 
 
-def test_a_refused_model_is_not_calibrated(engine_of):
+def test_a_model_that_is_refused_or_knows_no_fact_is_not_calibrated(engine_of, monkeypatch):
+    monkeypatch.setattr("kvrag.evaluate.answers.IS_RIGHT", 0.5)
+    with pytest.raises(InputError, match=r"no planted fact right.*enable_thinking"):
+        engine_of("llama").calibrate(CHUNKS, **SMALL, **ANY)
     with pytest.raises(UnsupportedModelError, match="is not reused"):
         engine_of("gpt2").calibrate(CHUNKS, **SMALL)
 

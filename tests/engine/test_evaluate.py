@@ -267,13 +267,16 @@ def test_no_repair_differs_and_says_so(engine):
     assert list(engine.store.catalog.keys()) == [], "nothing of it is left in the user's store"
 
 
-def test_given_questions_are_asked_with_their_chunks(engine):
+def test_given_questions_are_asked_with_their_chunks(engine, caplog):
     asked = [
         {"question": f"What is {n}?", "answers": ["x"], "chunks": CHUNKS[n : n + 2]}
         for n in range(2)
     ]
     found = engine.evaluate([], asked, max_new_tokens=2)
     assert [row.question for row in found.rows] == ["What is 0?", "What is 1?"]
+    assert not caplog.messages
+    engine.evaluate([], [{**asked[0], "chunks": ["Too short."]}], max_new_tokens=2)
+    assert "no prompt reused any KV" in caplog.text
     with pytest.raises(InputError, match="nothing to ask"):
         engine.evaluate(CHUNKS, [])
 
@@ -294,18 +297,11 @@ def test_a_refused_model_is_not_evaluated(engine_of):
 def test_a_repair_may_be_named(tiny_dir):
     for name, config in {"fast": RepairConfig.fast(), "careful": RepairConfig.careful()}.items():
         assert KVRagEngine.from_pretrained(tiny_dir, repair=name).repair == config
-        assert (
-            KVRagEngine.from_pretrained(tiny_dir)
-            .explain("x", repair=name)
-            .repair.endswith("(given)")
-        )
+        found = KVRagEngine.from_pretrained(tiny_dir).explain("x", repair=name)
+        assert found.repair.endswith("(given)")
     assert KVRagEngine.from_pretrained(tiny_dir, repair="auto").repair == RepairConfig()
-    assert (
-        RepairConfig.fast().recompute_ratio
-        < BASE_SHARE
-        < MOST_SHARE
-        < RepairConfig.careful().recompute_ratio
-    )
+    fast, careful = RepairConfig.fast(), RepairConfig.careful()
+    assert fast.recompute_ratio < BASE_SHARE < MOST_SHARE < careful.recompute_ratio
     with pytest.raises(ConfigError, match="'auto', 'fast' or 'careful'"):
         KVRagEngine.from_pretrained(tiny_dir, repair="slow")
 

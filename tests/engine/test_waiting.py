@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from kit import all_answers_are_right
 from texts import make_chunks
 
 from kvrag import ConfigError, KVRagEngine
@@ -103,6 +104,7 @@ def answered(engine: KVRagEngine, ask: str) -> Any:
 def shown(monkeypatch):
     """Names, totals and counts of everything that shows progress."""
     found: list[list[Any]] = []
+    all_answers_are_right(monkeypatch)
 
     class Noted:
         def __init__(self, what, total=None, *, unit="items", done=0, show=None):

@@ -53,28 +53,19 @@ def test_a_prompt_that_leaves_no_token_and_a_number_that_does_not_fit_are_refuse
 
 @pytest.mark.parametrize(
     ("name", "value", "prompt", "wanted"),
-    [
-        ("max_new_tokens", 7, 10, 7),
-        ("max_new_tokens", 60, 80, 16),
-        ("max_length", 30, 10, 20),
-        ("max_length", 30, 50, LIMIT),
-    ],
+    [("max_new_tokens", 7, 10, 7), ("max_new_tokens", 60, 80, 16), ("max_length", 30, 10, LIMIT)],
 )
 def test_the_models_own_limit_is_a_default_too(name, value, prompt, wanted, engine):
     setattr(engine.loaded.lm.model.generation_config, name, value)
-    assert len(engine.generate(ids_of(prompt), logit_bias={2: -100}).token_ids) == wanted
-    assert (
-        len(engine.generate(ids_of(prompt), logit_bias={2: -100}, max_new_tokens=3).token_ids) == 3
-    )
+    for given, most in (({}, wanted), ({"max_new_tokens": 3}, 3)):
+        assert len(engine.generate(ids_of(prompt), logit_bias={2: -100}, **given).token_ids) == most
 
 
 def test_a_window_that_slides_cuts_no_answer(engine):
     if isinstance(engine.loaded.lm, PlainLM):
         pytest.skip("it can't slide")
-    assert (
-        len(engine.generate(ids_of(80), logit_bias={2: -100}, max_context="slide").token_ids)
-        == LIMIT
-    )
+    got = engine.generate(ids_of(80), logit_bias={2: -100}, max_context="slide")
+    assert len(got.token_ids) == LIMIT
 
 
 def test_an_answer_of_no_given_length_forbids_no_reuse(engine):

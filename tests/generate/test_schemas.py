@@ -230,6 +230,18 @@ def test_a_value_of_the_wrong_type_is_never_more_than_a_refusal(keyword):
                 constraint(schema)
 
 
+N = {"n": {"$ref": "#/$defs/n"}}
+NAMES = {
+    "a": {"properties": {"child": {"$ref": "#"}, **N}, "$defs": {"n": {"const": 1}}},
+    "b": {"properties": N, "$defs": {"n": {"const": 2}}},
+    "c": {
+        "$ref": "#/$defs/c",
+        "$defs": {"c": {"properties": {"child": {"$ref": "#/$defs/c"}, **N}}, "n": {"const": 3}},
+    },
+    "d": {"anyOf": [{"required": ["n"], "properties": N}], "$defs": {"n": {"const": 4}}},
+}
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "fits"),
     [
@@ -237,19 +249,13 @@ def test_a_value_of_the_wrong_type_is_never_more_than_a_refusal(keyword):
         ("a", '{"child": {"name": "a"}}', False),
         ("a", '{"n": 2}', False),
         ("b", '{"n": 2}', True),
+        ("c", '{"child": {"n": 3}, "n": 3}', True),
+        ("c", '{"n": 2}', False),
+        ("d", '{"n": 4}', True),
     ],
 )
-def test_references_start_in_the_schema_of_their_tool(name, arguments, fits):
-    tools = [
-        {"type": "function", "function": {"name": each, "parameters": parameters}}
-        for each, parameters in {
-            "a": {
-                "properties": {"child": {"$ref": "#"}, "n": {"$ref": "#/$defs/n"}},
-                "$defs": {"n": {"const": 1}},
-            },
-            "b": {"properties": {"n": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"const": 2}}},
-        }.items()
-    ]
+def test_references_and_unions_start_in_the_schema_of_their_tool(name, arguments, fits):
+    tools = [{"function": {"name": each, "parameters": NAMES[each]}} for each in NAMES]
     form = answer_form(tools, "required", None)
     made = grammar.constraint_of(form, tiny_tokenizer(), frozenset({EOS}))
     text = f'{{"name": "{name}", "arguments": {arguments}}}'
@@ -264,8 +270,7 @@ def test_a_part_of_a_schema_may_have_a_name_of_its_own(own):
         "properties": {"n": {"$id": own, "type": "integer"}, "m": {"$ref": own}},
         "required": ["n"],
     }
-    form = answer_form(None, "auto", {"type": "json_schema", "json_schema": {"schema": schema}})
-    made = grammar.constraint_of(form, tiny_tokenizer(), frozenset({EOS}))
+    made = constraint(schema)
     ids = tiny_tokenizer().encode('{"n": 1, "m": 2}', add_special_tokens=False)
     assert made._matcher.try_consume_tokens(ids) == len(ids)
 

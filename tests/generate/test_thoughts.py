@@ -9,6 +9,7 @@ import pytest
 from kit import scripted
 from langchain_core.messages import AIMessage
 from starlette.testclient import TestClient
+from test_tool_calls import TOOL
 
 from kvrag import KVRagEngine
 from kvrag.generate.thoughts import Thoughts
@@ -27,14 +28,7 @@ TAGS = [
 ASK = [{"role": "user", "content": "How many?"}]
 THOUGHT = "Ten, and two: {"
 OBJECT = {"type": "json_object"}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "search",
-        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
-    },
-}
-CALL = '<tool_call>{"name": "search", "arguments": {"q": "ten"}}</tool_call>'
+CALL = '<tool_call>{"name": "search", "arguments": {"query": "ten"}}</tool_call>'
 
 
 def template(tags, *, opens):
@@ -161,10 +155,11 @@ def test_a_continued_message_may_stop_inside_its_thought(monkeypatch, engine, be
     assert (got.reasoning_content, got.text) == want
 
 
-def test_a_form_begins_behind_the_thought(monkeypatch, engine, opens):
-    scripted(monkeypatch, engine, spoken('{"a": 1}', opens=opens, gap=""))
+@pytest.mark.parametrize("end", ["", "<|im_end|>"], ids=["whole", "would end"])
+def test_a_form_begins_behind_the_thought(monkeypatch, engine, opens, end):
+    scripted(monkeypatch, engine, spoken('{"a": 1}', opens=opens, gap="", thought=THOUGHT + end))
     got = engine.generate(ASK, max_new_tokens=200, response_format=OBJECT)
-    assert got.reasoning_content == THOUGHT
+    assert got.reasoning_content.startswith(THOUGHT)
     assert json.loads(got.text) == {"a": 1}
 
 
@@ -194,7 +189,7 @@ def test_calls_behind_a_thought_are_read_and_calls_inside_it_are_not(
     gap = "\n\n" if choice == "auto" else ""  # a form has no white space before it
     scripted(monkeypatch, engine, spoken(said, opens=opens, thought=thought, gap=gap))
     got = engine.generate(ASK, max_new_tokens=300, tools=[TOOL], tool_choice=choice)
-    assert [call.arguments for call in got.tool_calls] == [{"q": "ten"}]
+    assert [call.arguments for call in got.tool_calls] == [{"query": "ten"}]
     assert (got.text, got.finish_reason, got.reasoning_content) == ("", "tool_calls", thought)
 
 

@@ -8,8 +8,9 @@ from kit import scripted
 from texts import make_chunks
 
 from kvrag import ConfigError, InputError, TemplatePrefix, ToolCall
+from kvrag.generate.calls import TextCalls
 from kvrag.prompt.template import PromptEncoder
-from kvrag.prompt.tools import answer_form
+from kvrag.prompt.tools import answer_form, calls_with_dicts
 
 TOOL = {
     "type": "function",
@@ -88,12 +89,8 @@ def encoder(request, tokenizer):
 
 def test_every_template_shows_tools_and_what_came_of_earlier_calls(encoder):
     text = encoder.render(ASK, tools=[TOOL])
-    assert (
-        text.count('"name": "search"')
-        == text.count("Find documents.")
-        == text.count(ASK[0]["content"])
-        == 1
-    )
+    for part in ('"name": "search"', "Find documents.", ASK[0]["content"]):
+        assert text.count(part) == 1
     history = encoder.render(CALLED, tools=[TOOL])
     assert history.count("A keeper.") == history.count('{"query": "led\\"ger"}') == 1
     assert history.index("Find documents.") < history.index("led\\") < history.index("A keeper.")
@@ -116,10 +113,8 @@ def test_calls_in_parallel_are_shown_by_templates_that_refuse_them(encoder):
         [*ASK, {"role": "assistant", "content": "Let me see.", "tool_calls": two}, *results],
         tools=[TOOL],
     )
-    assert all(
-        text.count(part) == 1
-        for part in ('{"query": "one"}', '{"query": "two"}', "result 1", "result 2")
-    )
+    for part in ('{"query": "one"}', '{"query": "two"}', "result 1", "result 2"):
+        assert text.count(part) == 1
     assert (
         "<tool_response>\nresult 1\n</tool_response>\n<tool_response>" in text
         or encoder.tokenizer.chat_template == HERMES
@@ -283,6 +278,13 @@ def test_marks_that_are_control_tokens_are_read_and_never_shown(engine, monkeypa
     scripted(monkeypatch, engine, 'I look. <s>{"name": "search", "arguments": {"query": "a"}}<pad>')
     result = engine.generate(ASK, tools=[TOOL], max_new_tokens=120)
     assert (result.text, result.tool_calls[0].arguments) == ("I look. ", {"query": "a"})
+
+
+def test_text_that_nests_too_deeply_is_no_json():
+    deep = '[{"a":' * 10**5
+    assert TextCalls(()).push(deep, deep, is_last=True) == deep
+    call = {"function": {"name": "a", "arguments": deep}}
+    assert calls_with_dicts({"tool_calls": [call]})["tool_calls"] == [call]
 
 
 def test_an_answer_without_tools_is_not_read(engine, monkeypatch):

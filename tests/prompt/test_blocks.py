@@ -28,20 +28,14 @@ FOUND = [
 
 SHOWN: list[tuple[dict[str, Any], str]] = [
     ({"type": "document", "source": {"type": "text", "data": "a doc"}, "title": "T"}, "T\na doc\n"),
-    (
-        {
-            "type": "document",
-            "source": {"type": "content", "content": [{"type": "text", "text": "a"}]},
-        },
-        "a\n",
-    ),
+    ({"type": "document", "source": {"type": "content", "content": [TEXT]}}, "Who?\n"),
     (
         {"type": "search_result", "source": "u", "title": "t", "content": [TEXT], "citations": {}},
         "t\nu\nWho?\n",
     ),
     (
-        {"type": "text-plain", "text": "a <s> b", "title": "N", "mime_type": "text/plain"},
-        "N\na <s> b\n",
+        {"type": "text-plain", "text": "a <s> b", "title": "N<s>1", "mime_type": "text/plain"},
+        "N<s>1\na <s> b\n",
     ),
     ({"type": "file", "source_type": "text", "text": "plain"}, "plain\n"),
     ({"type": "tool_result", "tool_use_id": "t", "content": "found"}, "found\n"),
@@ -101,8 +95,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def shown(messages: list[dict[str, Any]]) -> str:
-    held = list[str]()
-    (plain,) = plain_messages(messages, lambda text: held.append(text) or text)
+    (plain,) = plain_messages(messages, lambda given: getattr(given, "text", given))
     return str(plain["content"])
 
 
@@ -128,11 +121,17 @@ def test_other_blocks_are_refused_by_name(block, name):
 
 
 def test_the_text_of_a_document_is_a_chunk(tokenizer):
-    """So control-token text in it stays text, and its stored KV is found."""
+    """So control-token text in it, and in its title, stays text, and its stored KV is found."""
     pieces = PromptEncoder(tokenizer).pieces(
         [{"role": "user", "content": [block for block, _ in SHOWN[:4]]}]
     )
-    assert [p.text for p in pieces if p.kind == "chunk"] == ["a doc", "a", "Who?", "a <s> b"]
+    assert [p.text for p in pieces if p.kind == "chunk"] == [
+        "a doc",
+        "Who?",
+        "Who?",
+        "<s>",
+        "a <s> b",
+    ]
 
 
 def test_blocks_of_llama_index():
