@@ -148,14 +148,14 @@ def copy(
     keys: Collection[ChunkKey] | None = None,
     *,
     namespaces: Sequence[str] = (),
-) -> tuple[int, int, int]:
+) -> tuple[int, ...]:
     """Copy chunks (default: all) with their texts, documents and retention.
 
     Every byte is verified, so the source need not be trusted. A chunk that the target has keeps its
     retention. Hits are not copied: they belong to the source. ``namespaces`` names the namespaces
     to copy between stores with different keys, as their digests differ; other namespaces are left
-    out there. Returns the numbers of chunks that were copied, unless the target's limits evicted
-    them again, that the target had already, and that were unreadable.
+    out there. Returns the numbers of chunks that were copied, that the target had already, that
+    were unreadable, and that were copied but evicted again by the target's limits.
     """
     names = {source.names.namespace(name): target.names.namespace(name) for name in namespaces}
     catalog = source.catalog
@@ -182,7 +182,8 @@ def copy(
             copied.append(chunk_key(there))
         else:
             there_already += 1
-    return len(copied) - len(target.catalog.absent(copied)), there_already, unreadable
+    evicted = len(target.catalog.absent(copied))
+    return len(copied) - evicted, there_already, unreadable, evicted
 
 
 def _holders(catalog: Catalog, namespaces: Iterable[str]) -> Holders:

@@ -478,9 +478,9 @@ def import_(
 
 def _report_copy(title: str, counts: tuple[int, ...], more: Given, *, as_json: bool) -> None:
     """Print the counts of a copy; exit status 1 if a chunk could not be read."""
-    named = dict(zip(("copied", "there_already", "unreadable"), counts, strict=True))
-    line = "{}: {} chunk(s); {} were there already, {} could not be read"
-    show(named | more, line.format(title, *counts), as_json=as_json, ok=not counts[2])
+    named = zip(("copied", "there_already", "unreadable", "evicted"), counts, strict=True)
+    line = "{}: {} chunk(s); {} were there already, {} could not be read, {} were evicted again"
+    show({**dict(named), **more}, line.format(title, *counts), as_json=as_json, ok=not counts[2])
 
 
 def _no_such(names: list[str], namespace: str) -> str:

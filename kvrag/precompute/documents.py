@@ -7,7 +7,6 @@ import logging
 import os
 import struct
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -360,8 +359,9 @@ def _to_compute(
 ) -> list[NewChunk]:
     """Return the chunks of a batch to compute; add those that another computes to ``left``."""
     note_deleted(run, batch)
-    gone = Counter(chunk for chunk, _ in run.deleted)
-    kept = [chunk for chunk in batch if gone[chunk] < len(chunk.doc_ids)]
+    kept = [
+        chunk for chunk in batch if any((chunk, name) not in run.deleted for name in chunk.doc_ids)
+    ]
     wanted = {chunk_key(chunk.identity): chunk for chunk in kept}
     # Texts with the same token ids share a chunk; the next round links the others.
     left += [chunk for chunk in kept if chunk not in wanted.values()]

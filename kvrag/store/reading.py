@@ -192,8 +192,7 @@ class Reader:
         if isinstance(found, Hole):
             return found
         if epochs != self.memory.epochs():  # it may have been erased before it was copied
-            with suppress(OSError):
-                self.blobs.forget([key])
+            self.blobs.follow(lambda _: self.catalog.absent([key]))
         with self._lock:
             self._counts["hits"] += 1
         self.catalog.touch(key)

@@ -282,6 +282,8 @@ class TieredStore:
         With ``namespace``, a digest, only blobs of this namespace are erased; else also all that an
         earlier version of the format has left.
         """
+        if self.read_only:
+            return 0
         going = set()
         for key in self.listed() - self.catalog.present():
             try:

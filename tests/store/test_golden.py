@@ -119,6 +119,7 @@ def test_an_older_store_is_not_read_but_reported_and_erased(copied, name, erase,
     root = copied(name)
     (root / "index").mkdir()
     before = listing(root / "objects")
+    assert fsck(open_store(root, config_of(read_only=True))).dormant == 0
     store = open_store(root, config_of())
     identity, kv = chunks("")[1]
     assert store.catalog.keys() == []

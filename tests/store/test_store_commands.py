@@ -126,7 +126,7 @@ def test_rm_erases_one_namespace(filled):
 
 def test_export_and_import(filled, tmp_path, opened, monkeypatch):
     out = run("export", tmp_path / "part", "--kv-dir", filled, "--document", "doc 3", "--json")
-    assert out == {"copied": 1, "there_already": 0, "unreadable": 0, "unknown": []}
+    assert out == {"copied": 1, "there_already": 0, "unreadable": 0, "evicted": 0, "unknown": []}
     kept = opened()
     kept.retain(KEYS[3:4], Retention(90))
     kept.close()
@@ -142,7 +142,7 @@ def test_export_and_import(filled, tmp_path, opened, monkeypatch):
     flip(path, -1)
     raw = path.read_bytes()
     out = run("import", tmp_path / "all", "--kv-dir", tmp_path / "new", "--json", code=1)
-    assert out == {"copied": 5, "there_already": 1, "unreadable": 1}
+    assert out == {"copied": 5, "there_already": 1, "unreadable": 1, "evicted": 0}
     assert path.read_bytes() == raw, "the source is not changed"
     small = ["--kv-dir", tmp_path / "small", "--disk-bytes", 3 * SIZE, "--min-free-bytes", 0]
     assert 1 <= run("import", filled, *small, "--json")["copied"] == count(small[1]) <= 3

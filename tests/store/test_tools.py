@@ -157,8 +157,8 @@ def test_what_other_keys_protect_is_counted_and_left_alone_unless_it_is_asked_fo
 def test_copies_hold_the_same(filled, opened, tmp_path, root, key):
     flip(path_of(root, CHUNKS[5]), -1)
     other = opened(tmp_path / "copy", key=key)
-    assert copy(filled, other) == (7, 0, 1)
-    assert copy(filled, other, filled.catalog.document_keys(NAMESPACE, "second")) == (0, 1, 0)
+    assert copy(filled, other) == (7, 0, 1, 0)
+    assert copy(filled, other, filled.catalog.document_keys(NAMESPACE, "second")) == (0, 1, 0, 0)
     assert set(other.catalog.documents(NAMESPACE)) == {
         *(f"doc {n}" for n in NUMBERS if n != 5),
         "second",
@@ -176,7 +176,7 @@ def test_a_copy_with_another_key_is_called_otherwise(opened, tmp_path, old, new)
     for name in ("default", "other"):
         identity = make_identity(1, namespace=names[old].namespace(name))
         source.put(identity, KVS[1], text=make_text("a"), doc_id="doc")
-    assert copy(source, target, namespaces=["default"]) == (1, 0, 0)
+    assert copy(source, target, namespaces=["default"]) == (1, 0, 0, 0)
     space = names[new].namespace("default")
     mine = make_identity(1, namespace=space)
     assert same_bits(target.get(mine), KVS[1])
@@ -196,12 +196,12 @@ def test_copies_keep_priority_duration_and_cost_and_what_is_there_its_own(
     filled.retain(keys[2:3], Retention(20))
     clock[0] += 400
     other = opened(tmp_path / "copy", key=key)
-    assert copy(filled, other, keys) == (4, 0, 0)
+    assert copy(filled, other, keys) == (4, 0, 0, 0)
     kept = [other.retention(key) for key in keys]
     assert (kept[0].priority, kept[0].duration_s, kept[0].cost_ms) == (90, pytest.approx(600), 12.5)
     assert kept[1:] == [None, Retention(20), None]
     other.retain(keys[2:3], Retention(70))
-    assert copy(filled, other, keys) == (0, 4, 0)
+    assert copy(filled, other, keys) == (0, 4, 0, 0)
     assert other.retention(keys[2]) == Retention(70)
 
 
@@ -214,7 +214,7 @@ def test_a_copy_is_announced_as_an_import_and_its_source_is_not_changed(
     before = listing(root)
     source = opened(key=key, read_only=True)
     other = opened(tmp_path / "copy", key=key, on_event=events.append)
-    assert copy(source, other) == (7, 0, 1)
+    assert copy(source, other) == (7, 0, 1, 0)
     put(other, 9)
     assert [event.reason for event in events if event.medium == "disk"] == ["import"] * 7 + ["put"]
     assert listing(root) == before
@@ -222,8 +222,8 @@ def test_a_copy_is_announced_as_an_import_and_its_source_is_not_changed(
 
 def test_a_copy_keeps_to_the_limits_of_its_target(filled, opened, tmp_path, key):
     other = opened(tmp_path / "copy", key=key, disk_bytes=3 * SIZE, ram_bytes=0)
-    copied, there, failed = copy(filled, other)
-    assert (there, failed) == (0, 0)
+    copied, *others, evicted = copy(filled, other)
+    assert (others, copied + evicted) == ([0, 0], 8)
     assert 1 <= copied == len(present(other)) <= 3
 
 
@@ -233,5 +233,5 @@ def test_a_source_that_says_anything_is_not_trusted(opened, tmp_path):
     fill(source, 1, 2)
     path_of(tmp_path / "source", CHUNKS[1]).write_bytes(blob_of(CHUNKS[1], KVS[1])[:-1])
     source.release()
-    assert copy(source, target) == (1, 0, 1)
+    assert copy(source, target) == (1, 0, 1, 0)
     assert present(target) == [2]
