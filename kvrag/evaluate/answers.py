@@ -47,6 +47,7 @@ class Compared:
     reuse_ttft_ms: float
     prompt_tokens: int
     repaired_tokens: int
+    kv_reuse_ratio: float
     exactness: Exactness
 
     @property
@@ -186,16 +187,23 @@ def evaluate_reuse(
     if not asked:
         raise InputError("there is nothing to ask; pass at least one question")
     with closing(engine.in_memory()) as own:
-        texts = list(dict.fromkeys(text for question in asked for text in question.chunks))
-        report = own.precompute(texts, show_progress=show_progress)
+        report = own.precompute(
+            list(dict.fromkeys(text for question in asked for text in question.chunks)),
+            show_progress=show_progress,
+        )
         found = answered(
             own, asked, max_new_tokens, what="comparing answers", show_progress=show_progress
         )
         # Lazily: full prefill and reuse alternate question by question.
         rows = [compare(own, reference, mode=mode, repair=repair) for reference in found]
-        how = own.explain(prompt_of(own, asked[0]), mode=mode, repair=repair).repair
-    is_any_reused(rows)
-    return Evaluation(rows, how, report.stored, report.stored_bytes, report.seconds)
+        is_any_reused(rows)
+        return Evaluation(
+            rows,
+            own.explain(prompt_of(own, asked[0]), mode=mode, repair=repair).repair,
+            report.stored,
+            report.stored_bytes,
+            report.seconds,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +257,9 @@ def compare(engine: Engine, reference: Reference, *, mode: Mode, repair: Repair)
         prompt, max_new_tokens=reference.max_new_tokens, mode=mode, repair=repair
     )
     logits = engine.score(prompt, reference.token_ids, mode=mode, repair=repair).logits
-    question = reference.question
-    answers = question.answers
+    answers = reference.question.answers
     return Compared(
-        question.text,
+        reference.question.text,
         answers,
         reference.text.strip(),
         found.text.strip(),
@@ -264,6 +271,7 @@ def compare(engine: Engine, reference: Reference, *, mode: Mode, repair: Repair)
         found.ttft_ms,
         found.prompt_tokens,
         found.repaired_tokens,
+        found.kv_reuse_ratio,
         found.exactness,
     )
 

@@ -184,7 +184,8 @@ def calibrate_repair(
         if not any(reference.is_right for reference in references):
             raise InputError(
                 "full prefill answers no planted fact right, so none can be lost; a thinking model "
-                "needs chat_template_kwargs={'enable_thinking': False}"
+                "needs chat_template_kwargs={'enable_thinking': False}, a small one fewer chunks "
+                "per prompt"
             )
         number = count(1)
 

@@ -92,7 +92,7 @@ def verify_prompts(
 
 def is_any_reused(rows: Sequence[Any]) -> bool:
     """Whether any row of a comparison is of reused KV; warn if there is none."""
-    if any(row.exactness != "full" for row in rows):
+    if any(row.kv_reuse_ratio > 0 for row in rows):
         return True
     logger.warning(
         "no prompt reused any KV, so there was nothing to compare; see explain() for the reason"

@@ -226,11 +226,7 @@ def _about_and_body(block: JsonObject, kind: str, hold: Hold | None) -> tuple[li
         raise _unshowable(inner)
     if inner in _THOUGHTS:
         return [], []
-    about = [
-        hold(block[name]) if hold else block[name]
-        for name in _ABOUT
-        if isinstance(block.get(name), str)
-    ]
+    about = [block[name] for name in _ABOUT if isinstance(block.get(name), str)]
     body: list[str] = []
     for name in _BODY:
         value = block.get(name)
@@ -238,8 +234,10 @@ def _about_and_body(block: JsonObject, kind: str, hold: Hold | None) -> tuple[li
         if is_plain or (name == "data" and "text" in (inner, block.get("source_type"))):
             body += _texts(value, kind, hold)
     if not body and block.get("output"):
-        body.append(json.dumps(block["output"], ensure_ascii=False))  # an object of any form
-    return about, body
+        # An object of any form.
+        body = _texts(json.dumps(block["output"], ensure_ascii=False), kind, hold)
+    # What stands without a body is left out.
+    return [*map(hold, about)] if hold and body else about, body
 
 
 def _texts(value: object, kind: str, hold: Hold | None) -> list[str]:

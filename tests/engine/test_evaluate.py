@@ -44,6 +44,7 @@ def compared(full=1.0, reuse=1.0, **options):
         "reuse_ttft_ms": 20.0,
         "prompt_tokens": 90,
         "repaired_tokens": 9,
+        "kv_reuse_ratio": 0.9,
     }
     return Compared(
         **values, **times, full_score=full, reuse_score=reuse, exactness="repaired", **options

@@ -159,7 +159,7 @@ def test_a_continued_message_may_stop_inside_its_thought(monkeypatch, engine, be
 def test_a_form_begins_behind_the_thought(monkeypatch, engine, opens, end):
     scripted(monkeypatch, engine, spoken('{"a": 1}', opens=opens, gap="", thought=THOUGHT + end))
     got = engine.generate(ASK, max_new_tokens=200, response_format=OBJECT)
-    assert got.reasoning_content.startswith(THOUGHT)
+    assert got.reasoning_content[: len(THOUGHT) if end else None] == THOUGHT
     assert json.loads(got.text) == {"a": 1}
 
 

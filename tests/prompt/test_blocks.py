@@ -29,6 +29,7 @@ FOUND = [
 SHOWN: list[tuple[dict[str, Any], str]] = [
     ({"type": "document", "source": {"type": "text", "data": "a doc"}, "title": "T"}, "T\na doc\n"),
     ({"type": "document", "source": {"type": "content", "content": [TEXT]}}, "Who?\n"),
+    ({"type": "document", "source": {"type": "url", "url": "<s>"}, "content": [TEXT]}, "Who?\n"),
     (
         {"type": "search_result", "source": "u", "title": "t", "content": [TEXT], "citations": {}},
         "t\nu\nWho?\n",
@@ -123,15 +124,10 @@ def test_other_blocks_are_refused_by_name(block, name):
 def test_the_text_of_a_document_is_a_chunk(tokenizer):
     """So control-token text in it, and in its title, stays text, and its stored KV is found."""
     pieces = PromptEncoder(tokenizer).pieces(
-        [{"role": "user", "content": [block for block, _ in SHOWN[:4]]}]
+        [{"role": "user", "content": [block for block, _ in SHOWN[:5]]}]
     )
-    assert [p.text for p in pieces if p.kind == "chunk"] == [
-        "a doc",
-        "Who?",
-        "Who?",
-        "<s>",
-        "a <s> b",
-    ]
+    found = [p.text for p in pieces if p.kind == "chunk"]
+    assert found == ["a doc", *["Who?"] * 3, "<s>", "a <s> b"]
 
 
 def test_blocks_of_llama_index():
