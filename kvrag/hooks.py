@@ -290,10 +290,7 @@ def _listed(items: Any) -> list[Any]:
     if isinstance(items, str) or any(hasattr(items, mark) for mark in _ITEM_MARKS):
         return [items]
     if isinstance(items, Mapping):
-        raise InputError(
-            f"items is of type {type(items).__name__}; pass a list of texts with ids=[...], or of "
-            "ids"
-        )
+        raise InputError("items is a mapping; pass a list of texts with ids=[...], or of ids")
     if isinstance(items, Iterable) and not any(hasattr(items, mark) for mark in _HOLDER_MARKS):
         return list(items)
     return documents_in(items)
@@ -375,21 +372,25 @@ def _llama_index_nodes(holder: Any) -> list[Any] | None:
     """Read the nodes of a LlamaIndex index: its document store, and a vector store with text.
 
     A document store also has documents that the index deleted, those of other indexes, and whole
-    documents of a pipeline. Beside a vector store with text it has parents of nodes, and images.
+    documents of a pipeline. Beside a vector store with text it has parents of that store's nodes.
     """
     documents = getattr(getattr(holder, "docstore", None), "docs", None)
     nodes = list((documents or {}).values())
+    own = None
     with suppress(AttributeError, NotImplementedError, ValueError):
         sources = {None, *holder.ref_doc_info}
-        nodes = [node for node in nodes if node.ref_doc_id in sources]
+        own = nodes = [node for node in nodes if node.ref_doc_id in sources]
     store = getattr(holder, "vector_store", holder)
     if not hasattr(store, "get_nodes") or (documents and not store.stores_text):
         return None if documents is None else nodes
     try:
-        nodes = [
-            *(node for node in nodes if not hasattr(node, "doc_id")),  # a Document has it
-            *store.get_nodes(node_ids=None, filters=None),
-        ]
-    except (NotImplementedError, TypeError, ValueError):
-        return nodes or None
-    return list({node.node_id: node for node in nodes}.values())
+        held = store.get_nodes(node_ids=None, filters=None)
+    except Exception:  # not implemented, or not for all nodes
+        return own or None  # a part of the nodes would cost the others their KV
+    sources = {node.ref_doc_id for node in held} - {None}
+    return list(
+        {
+            node.node_id: node
+            for node in (*(each for each in nodes if each.ref_doc_id in sources), *held)
+        }.values()
+    )

@@ -120,6 +120,7 @@ def test_saving_and_loading(own, embedding, tmp_path):
 def test_copies_share_the_index_and_pickles_refuse_it(own):
     retriever = own.as_retriever(search_kwargs={"k": 1})
     copied = copy.deepcopy(retriever)
+    assert copy.copy(own.inner) is copied.vectorstore.inner is own.inner
     own.add_texts(["late"], ids=["late"])
     assert copied.invoke("late")[0].id == "late"
     with pytest.raises(ConfigError, match="use save_local and load_local"):

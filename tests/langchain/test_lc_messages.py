@@ -11,7 +11,7 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
-from kvrag import Chunk, ConfigError, InputError
+from kvrag import ConfigError, InputError
 from langchain_kvrag import ChatKVRag, KVRagLLM
 from langchain_kvrag._convert import chat_messages
 
@@ -82,11 +82,10 @@ def test_a_broken_call_is_shown_as_it_was(options, tiny_dir):
 
 
 def test_a_plain_text_block_is_a_chunk(chat):
-    block = {"type": "text-plain", "text": "a <s> b", "title": "Notes", "mime_type": "text/plain"}
-    (message,) = chat_messages([HumanMessage([block, {"type": "text", "text": "Who?"}])])
-    assert message["content"] == ["Notes\n", Chunk("a <s> b"), {"type": "text", "text": "Who?"}]
+    """Control-token text in it, and in its title, stays text."""
+    block = {"type": "text-plain", "text": "a <s> b", "title": "N<s>1", "mime_type": "text/plain"}
     explained = chat.explain([HumanMessage([block, {"type": "text", "text": "Who?"}])])
-    assert [span.text for span in explained.spans if span.kind == "chunk"] == ["a <s> b"]
+    assert [span.text for span in explained.spans if span.kind == "chunk"] == ["<s>", "a <s> b"]
 
 
 @pytest.mark.usefixtures("no_histories")

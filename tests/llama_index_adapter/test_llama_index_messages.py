@@ -5,6 +5,7 @@ from chat_templates import outcome, with_template
 from llama_index.core.base.llms.types import (
     ChatMessage,
     CitableBlock,
+    DocumentBlock,
     MessageRole,
     TextBlock,
     ThinkingBlock,
@@ -66,9 +67,12 @@ def test_what_openai_keeps_beside_the_text_is_shown(make, tiny_dir, template):
 
 
 def test_a_citable_block_is_a_chunk(llm):
-    block = CitableBlock(title="Notes", source="a.txt", content=[TextBlock(text="a <s> b")])
+    """Control-token text in it, and in titles, stays text."""
+    inner = DocumentBlock(title="M<s>2", data=b"c", document_mimetype="text/plain")
+    block = CitableBlock(title="N<s>1", source="a", content=[TextBlock(text="a <s> b"), inner])
     explained = llm.explain([ChatMessage(blocks=[block, TextBlock(text="Who?")])])
-    assert [span.text for span in explained.spans if span.kind == "chunk"] == ["a <s> b"]
+    chunks = [span.text for span in explained.spans if span.kind == "chunk"]
+    assert chunks == ["<s>", "a <s> b", "<s>", "c"]
     assert (
         llm.chat([ChatMessage(blocks=[block, TextBlock(text="Who?")])]).raw["usage"][
             "prompt_tokens"
@@ -81,10 +85,7 @@ def test_a_citable_block_is_a_chunk(llm):
 def test_blank_text_of_a_citable_block_is_nothing(llm, blank):
     block = CitableBlock(title="Notes", source="a.txt", content=[TextBlock(text=blank)])
     asked = llm.chat([ChatMessage(blocks=[block, TextBlock(text="Who?")])]).raw["usage"]
-    assert (
-        asked["prompt_tokens"]
-        == llm.chat([ChatMessage("Notes\nWho?")]).raw["usage"]["prompt_tokens"]
-    )
+    assert asked["prompt_tokens"] == llm.chat([ChatMessage("Who?")]).raw["usage"]["prompt_tokens"]
 
 
 def test_thoughts_are_left_to_the_template(make, tiny_dir):

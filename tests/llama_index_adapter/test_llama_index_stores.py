@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import stat
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -508,14 +509,37 @@ def test_a_document_that_only_the_document_store_has_is_not_the_indexs(llm, cls)
     assert kept(llm, chunks(5)) == [False, True, True, False, True]
 
 
-@pytest.mark.parametrize(("kind", "only"), [(Listing, "a"), (ForgetfulStore, "doc-0")])
-def test_nodes_of_a_store_with_text_are_the_indexs_beside_those_of_its_docstore(llm, kind, only):
-    context = StorageContext.from_defaults(vector_store=kind())
-    context.docstore.add_documents([*documents(1), node(chunks(2)[1], id_="parent")])
+def test_nodes_of_a_store_with_text_are_the_indexs_beside_those_of_its_docstore(llm):
+    context = StorageContext.from_defaults(vector_store=Listing())
+    parent = node(chunks(2)[1], id_="parent", document="doc-0")
+    context.docstore.add_documents([*documents(1), parent])
     other = IndexNode(text=chunks(3)[2], id_="ix", index_id="i", embedding=[0.1] * 4)
-    index = VectorStoreIndex([node(chunks(1)[0], id_="a"), other], storage_context=context)
+    leaf = node(chunks(1)[0], id_="a", document="doc-0")
+    index = VectorStoreIndex([leaf, other], storage_context=context)
     assert llm.sync_kv(index).added == 3
-    assert llm.engine.document_ids() == [only, "ix", "parent"]
+    assert llm.engine.document_ids() == ["a", "ix", "parent"]
+    index.delete_nodes(["ix"])
+    assert llm.sync_kv(index).removed == 1
+    index.delete_ref_doc("doc-0", delete_from_docstore=True)
+    assert llm.sync_kv(index).removed == 2
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, AssertionError])
+def test_a_store_with_text_that_lists_no_nodes_is_refused_unless_the_docstore_has_all(
+    llm, error, monkeypatch
+):
+    monkeypatch.setattr(ForgetfulStore, "get_nodes", raising(error, "no ids"))
+    for has_all in (True, False):
+        context = StorageContext.from_defaults(vector_store=ForgetfulStore())
+        other = IndexNode(text=chunks(3)[2], id_="ix", index_id="i", embedding=[0.1] * 4)
+        index = VectorStoreIndex(
+            [node(chunks(1)[0], id_="a"), other],
+            storage_context=context,
+            store_nodes_override=has_all,
+        )
+        with nullcontext() if has_all else pytest.raises(InputError, match="can't list"):
+            llm.sync_kv(index)
+        assert llm.engine.document_ids() == ["a", "ix"]
 
 
 def test_one_node_and_a_vector_store_are_items(llm, store):

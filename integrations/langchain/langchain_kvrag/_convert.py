@@ -24,7 +24,7 @@ from langchain_core.prompts import (
 )
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from kvrag import Chunk, GenerationResult, InputError, TemplatePrefix
+from kvrag import GenerationResult, InputError, TemplatePrefix
 
 PROVIDER = "kvrag"
 
@@ -60,9 +60,9 @@ _TOLD = (
 
 
 def chat_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-    """Turn messages into the dicts that the engine reads; plain-text documents become chunks.
+    """Turn messages into the dicts that the engine reads.
 
-    The engine joins text blocks and refuses other blocks.
+    The engine joins text blocks, makes documents chunks, and refuses other blocks.
 
     Raises
     ------
@@ -75,8 +75,7 @@ def chat_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 def _chat_message(message: BaseMessage) -> dict[str, Any]:
     out: dict[str, Any] = {"role": _role(message), "content": message.content}
     if isinstance(message.content, list):
-        kept = [block for block in message.content if not _is_left_out(block, message)]
-        out["content"] = [part for block in kept for part in _parts(block)]
+        out["content"] = [block for block in message.content if not _is_left_out(block, message)]
     if message.name:
         out["name"] = message.name
     if isinstance(message, ToolMessage):
@@ -120,23 +119,6 @@ def _add_calls(out: dict[str, Any], message: AIMessage) -> None:
         out["content"] = [*content, *lost]
 
 
-def _parts(block: Any) -> list[Any]:
-    """Return a content block as parts for the engine.
-
-    A plain-text document becomes its title and context, and its text as a chunk.
-    """
-    if (
-        not isinstance(block, Mapping)
-        or block.get("type") != "text-plain"
-        or not isinstance(block.get("text"), str)
-    ):
-        return [block]
-    parts: list[Any] = [f"{block[name]}\n" for name in ("title", "context") if block.get(name)]
-    if block["text"].strip():
-        parts.append(Chunk(block["text"]))
-    return parts
-
-
 def _thoughts(message: AIMessage) -> str:
     """Return the thoughts in a message's blocks.
 
@@ -151,13 +133,15 @@ def _thoughts(message: AIMessage) -> str:
 
 
 def _is_left_out(block: Any, message: BaseMessage) -> bool:
-    """Whether a block is a thought (no part of the text), or repeats a call of the message."""
+    """Whether a block is a thought, or a blank document, or repeats a call of the message."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if isinstance(message, AIMessage):
         calls = (*message.tool_calls, *message.invalid_tool_calls)
     else:
         calls = ()
     repeated = {call["id"] for call in calls}
+    if kind == "text-plain" and isinstance(block.get("text"), str):
+        return not block["text"].strip()
     return kind in _THOUGHTS or (
         kind in _CALLS and (block.get("call_id") or block.get("id")) in repeated
     )

@@ -47,9 +47,11 @@ class FaissStore(VectorStore):
         self._numbers = dict[str, int]()
         self._next = 0
 
-    def __deepcopy__(self, memo: object) -> Self:
+    def __copy__(self, memo: object = None) -> Self:
         """Return the store itself: a copy has the same KV."""
         return self
+
+    __deepcopy__ = __copy__
 
     def __getstate__(self) -> NoReturn:
         raise ConfigError("the own FAISS index can't be pickled; use save_local and load_local")

@@ -27,7 +27,7 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.tools import BaseTool
 
-from kvrag import Chunk, InputError, TemplatePrefix
+from kvrag import InputError, TemplatePrefix
 from kvrag.adapters import PromptEncoder
 
 _SYSTEM = ("system", "developer")
@@ -104,15 +104,15 @@ def chat_prompt(
 ) -> str | list[Message]:
     """Return messages for the engine: as rendered text, or as dicts for the model's chat template.
 
-    They stay dicts if the engine needs them: with tools, with a continued message, with chunks, and
-    for answers with thoughts.
+    They stay dicts if the engine needs them: with tools, with a continued message, with documents,
+    and for answers with thoughts.
     """
     if calls_tools(llm, encoder):
         plain = _accepted(messages, encoder, tools)
-        has_chunks = any(
-            [isinstance(part, Chunk) for message in plain for part in message["content"]]
+        has_documents = any(
+            [isinstance(part, dict) for message in plain for part in message["content"]]
         )
-        if tools or continues or has_chunks or encoder.thought_tags:
+        if tools or continues or has_documents or encoder.thought_tags:
             return plain
         return encoder.render(plain)
     if tools:
@@ -132,7 +132,7 @@ def calls_tools(llm: LLM, encoder: PromptEncoder) -> bool:
 def plain_message(message: ChatMessage) -> Message:
     """Return a message as an OpenAI dict: role, content, tool calls and further fields.
 
-    Citable blocks become chunks.
+    Citable blocks become documents, which the engine makes chunks; blank ones are left out.
 
     Raises
     ------
@@ -159,17 +159,16 @@ def plain_message(message: ChatMessage) -> Message:
 
 
 def _parts(block: Any, role: str) -> list[Any]:
-    """Return a block's texts and chunks."""
+    """Return a block's texts and documents."""
     if isinstance(block, TextBlock):
         return [block.text]
     if isinstance(block, CitableBlock):
-        parts = [part for inner in block.content for part in _parts(inner, role)]
-        texts = [part.text if isinstance(part, Chunk) else part for part in parts]
-        return [block.title, *[Chunk(text) for text in texts if text.strip()]]
+        parts = [p for inner in block.content for p in _parts(inner, role) if str(p).strip()]
+        return parts and [{"type": "document", "title": block.title, "content": parts}]
     if isinstance(block, CitationBlock) and isinstance(block.cited_content, TextBlock):
         return [block.title, block.source, block.cited_content.text]
-    if isinstance(block, DocumentBlock) and (text := _document_text(block)) is not None:
-        return [block.title, Chunk(text)]
+    if isinstance(block, DocumentBlock) and (text := _document_text(block)):
+        return [{"type": "document", "title": block.title, "content": text}]
     if isinstance(block, (*_HINTS, ThinkingBlock, ToolCallBlock)):
         return []
     raise InputError(
@@ -180,9 +179,7 @@ def _parts(block: Any, role: str) -> list[Any]:
 
 def _document_text(block: DocumentBlock) -> str | None:
     """Return a document's text if it holds its bytes, and they are text; no file is opened."""
-    data = block.data
-    if not data:
-        return None
+    data = block.data or b""
     given = data.read() if isinstance(data, IOBase) else base64.b64decode(data)
     try:
         text = bytes(given).decode()
@@ -192,8 +189,9 @@ def _document_text(block: DocumentBlock) -> str | None:
 
 
 def _joined(parts: Sequence[Any]) -> list[Any]:
-    """Put line breaks between parts."""
-    return [each for part in parts for each in ("\n", part)][1:]
+    """Put line breaks between parts; a document ends with its own."""
+    pairs = zip([{}, *parts], parts, strict=False)
+    return [each for last, part in pairs for each in ("\n", part)[isinstance(last, dict) :]]
 
 
 def _calls_in(message: ChatMessage) -> list[Any]:
