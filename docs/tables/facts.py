@@ -33,6 +33,7 @@ NAMED = {
     "sentences@0.4": "kvrag, whole sentences, 40%",
     "reordered": "full prefill, chunks in another order",
     "none": "kvrag, nothing repaired",
+    "bf16": "full prefill in bfloat16",
     "halfruns@auto": "**kvrag**",
     "halftwice@auto": "the other chunks computed twice",
     "halfnone": "nothing repaired",
@@ -336,6 +337,11 @@ def facts_half(_: Result) -> str:
     return methods_table("half", ("needles",), ("halfruns@auto", "halftwice@auto", "halfnone"))
 
 
+def facts_rounding(_: Result) -> str:
+    """Set full prefills in bfloat16 beside the default, by the questions that they answered."""
+    return methods_table("default", ("needles",), (RUNS, "bf16", "reordered"))
+
+
 def facts_arena(result: Result) -> str:
     """Set the answers of the driver for KVShareArena beside those without a source and of a full prefill."""
     found = result["hotpotqa"]
@@ -508,6 +514,7 @@ TABLES: Tables = {
     "facts-joined": ("facts/qwen2.5-coder-0.5b.json", facts_joined),
     "facts-today": ("facts/default.json", facts_today),
     "facts-half": ("facts/half.json", facts_half),
+    "facts-rounding": ("facts/default.json", facts_rounding),
     "facts-arena": ("arena/qwen2.5-coder-0.5b.json", facts_arena),
     "facts-sealed-15b": ("facts/sealed-qwen2.5-coder-1.5b.json", facts_sealed),
     "facts-sealed": ("facts/sealed-qwen2.5-coder-0.5b.json", facts_sealed),
