@@ -15,9 +15,8 @@ from demo.parts import example_corpus, packaged_embeddings, packaged_model
 from demo.progress import Progress
 from demo.questions import Question, read_questions, spread
 from kvrag.cli.documents import read_documents
-from kvrag.cli.options import DEMO, REPAIR, Given, takes
+from kvrag.cli.options import DEMO, REPAIR, Given, repair_of, takes
 from kvrag.cli.output import console
-from kvrag.config import RepairConfig
 from kvrag.errors import ConfigError, require
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ def demo(
         from demo.run import Sizes, quiet, run_demo
 
         quiet()
-        options = {**engine, "repair": RepairConfig(**repair) if repair else None}
+        options = {**engine, "repair": repair_of(repair)}
         config = DemoConfig(source, embeddings, kv_dir, top_k, options)
     asked = _questions(folder, question, questions)
     sizes = Sizes(chunk_tokens, max_new_tokens, repeats)

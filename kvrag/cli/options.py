@@ -163,7 +163,7 @@ class EngineGroup(Given):
         options["prefix"] = prefix
         if system is not None:
             options["prefix"] = [{"role": "system", "content": system}]
-        return {**options, "repair": _repair(repair or {}), "store_config": config}
+        return {**options, "repair": repair_of(repair or {}), "store_config": config}
 
     def open(self, **groups: Given) -> KVRagEngine:
         """Open an engine and load its model, showing progress.
@@ -354,11 +354,7 @@ def _is_model(word: str) -> bool:
         return path.suffix == ".gguf" or any(
             (path / f"{name}config.json").is_file() for name in ("", "adapter_")
         )
-    return (
-        re.fullmatch(r"[\w.-]+/[\w.-]+", word) is not None
-        and not word.startswith(".")
-        and not _is_text_file(word)
-    )
+    return re.fullmatch(r"(?!\.)[\w.-]+/[\w.-]+", word) is not None and not _is_text_file(word)
 
 
 def _is_text_file(word: str) -> bool:
@@ -384,7 +380,7 @@ def store_options(kv_dir: str, *, plain: bool = False) -> Given:
 
     A directory has its catalog in it, whatever the environment names. ``plain``: without a key.
     """
-    catalog = os.environ.get("KVRAG_CATALOG", "") if "://" in kv_dir else ""
+    catalog = os.environ.get("KVRAG_CATALOG") if "://" in kv_dir else None
     return {"catalog": catalog or None} | ({} if plain else key_options())
 
 
@@ -393,7 +389,7 @@ def loading_options(engine: Given) -> Given:
     return {each.name: engine[each.name] for each in _RUN if each.name in engine}
 
 
-def _repair(given: Given) -> RepairConfig | None:
+def repair_of(given: Given) -> RepairConfig | None:
     """Return the named repair, changed by the other options."""
     changes = dict(given)
     named = as_config(RepairConfig, changes.pop("named", None), option="--repair")

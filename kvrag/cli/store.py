@@ -469,7 +469,10 @@ def import_(
     with (
         closing(open_store(source, written)) as other,
         closing(
-            open_store(kv_dir, StoreConfig(ram_bytes=0, **limits, **store_options(kv_dir)))
+            open_store(
+                kv_dir,
+                StoreConfig(ram_bytes=0, **limits, **store_options(limits.get("shared") or kv_dir)),
+            )
         ) as store,
     ):
         counts = check.copy(other, store, namespaces=[namespace])

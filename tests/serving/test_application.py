@@ -76,11 +76,18 @@ def test_the_application_is_what_was_asked_for(options):
     assert fixed.num_replicas == 2
 
 
-def test_replicas_in_another_directory_find_a_model_named_from_here(options, tiny_dir, monkeypatch):
+def test_replicas_elsewhere_find_a_model_named_from_here_and_need_keys(
+    options, tiny_dir, monkeypatch
+):
     monkeypatch.chdir(Path(tiny_dir).parent)
+    monkeypatch.setenv("KVRAG_API_KEYS", "app=k")
     app = build({**options, "model": f"./{Path(tiny_dir).name}"})
     replica = app._bound_deployment.init_args[0]._bound_deployment
     assert replica.init_args[0]["model"] == tiny_dir
+    assert ServingConfig(**replica.init_args[0]).server_config.api_keys == {"k": "app"}
+    monkeypatch.delenv("KVRAG_API_KEYS")
+    with pytest.raises(ConfigError, match="this machine has no API keys"):
+        ServingConfig(**replica.init_args[0])
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,9 @@ def test_an_address_of_a_shared_store_is_not_taken_for_a_directory(filled, tmp_p
     assert "catalog" in run("export", shared, "--kv-dir", filled, code=2)
     assert "catalog" in run("import", shared, "--kv-dir", tmp_path / "new", code=2)
     assert "bucket's rules" in run("gc", "--kv-dir", shared, "--disk-bytes", 1, code=2)
+    monkeypatch.setenv("KVRAG_CATALOG", "redis://127.0.0.1:1/0")
+    to = ("--kv-dir", tmp_path / "new", "--shared", shared)
+    assert "127.0.0.1:1" in run("import", filled, *to, code=2)
     assert not Path("file:").exists()
 
 

@@ -116,7 +116,7 @@ class KVRagVectorStore(VectorStore):
     --------
     >>> store = KVRagVectorStore.from_documents(splits, embeddings, llm=llm)  # doctest: +SKIP
     >>> store = KVRagVectorStore(existing_store, llm=llm)  # doctest: +SKIP
-    >>> llm.precompute_kv(store)  # older documents; with the store's collection  # doctest: +SKIP
+    >>> llm.precompute_kv(store, collection=store.collection)  # older ones  # doctest: +SKIP
     """
 
     @parameters_of(_Options)

@@ -38,6 +38,9 @@ class ServingConfig:
     warm_s
         Most seconds that a new replica loads the most used chunks into memory, before it takes
         requests.
+    has_keys
+        Whether a machine without API keys is refused; :func:`kvrag_ray.build` sets it where it
+        finds keys.
     """
 
     model: str
@@ -53,6 +56,7 @@ class ServingConfig:
     fronts: int = 1
     autoscaling: Options = field(default_factory=dict)
     warm_s: float = 10.0
+    has_keys: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_dir", place(self.kv_dir))
@@ -87,7 +91,13 @@ class ServingConfig:
     @property
     def server_config(self) -> ServerConfig:
         """The server's options, with the API keys of this machine."""
-        return ServerConfig(**{"api_keys": keys_of_environment(), **self.server})
+        config = ServerConfig(**{"api_keys": keys_of_environment(), **self.server})
+        if self.has_keys and not config.api_keys:
+            raise ConfigError(
+                "this machine has no API keys, and the machine that built the application has; "
+                "set KVRAG_API_KEYS on every machine"
+            )
+        return config
 
     @property
     def store_config(self) -> StoreConfig:
