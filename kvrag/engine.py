@@ -480,8 +480,9 @@ class KVRagEngine(Library):
                 self.prefix_text,
                 *map(Chunk, [texts] if isinstance(texts, str) else texts),
             ]
-            asked = PrefillRequest(prompt=prompt, mode="full", namespace=namespace)
-            wanted += self._answering.plan(self._resolved(asked)).identities
+            wanted += self._answering.plan(
+                self._resolved(PrefillRequest(prompt=prompt, mode="full", namespace=namespace))
+            ).identities
         if keys:
             wanted += chosen_keys(
                 self.store.catalog,
@@ -605,8 +606,10 @@ class KVRagEngine(Library):
         asked = PrefillRequest(prompt=prompt, **options)
         request = self._resolved(asked)
         given = asked.repair_config or self._options.repair
-        repair = in_words(request.repair, "given" if given else self.profile[1] or "default")
-        return replace(self._answering.explain(request), repair=repair)
+        return replace(
+            self._answering.explain(request),
+            repair=in_words(request.repair, "given" if given else self.profile[1] or "default"),
+        )
 
     verify = verify_prompts
     evaluate = evaluate_reuse

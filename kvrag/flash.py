@@ -187,9 +187,8 @@ def _rows_attention(
         )
     hi, lo, plan = cast(_Forward, forward).limits_of(reach, query, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    cap = softcap or 0.0
     out, _ = kvrag_kernels.ragged_attention(
-        query, key, value, hi, lo, scale=scale, softcap=cap, sinks=s_aux, plan=plan
+        query, key, value, hi, lo, scale=scale, softcap=softcap or 0.0, sinks=s_aux, plan=plan
     )
     return out.transpose(1, 2), None
 

@@ -362,8 +362,9 @@ def _qdrant_documents(holder: Any) -> Iterator[Any]:
             holder.collection_name, limit=1000, offset=offset, with_payload=True
         )
         for point in page:
-            text = point.payload.get(holder.content_payload_key, "")
-            yield SimpleNamespace(id=str(point.id), page_content=text)
+            yield SimpleNamespace(
+                id=str(point.id), page_content=point.payload.get(holder.content_payload_key, "")
+            )
         if offset is None:
             return
 

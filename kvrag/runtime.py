@@ -317,8 +317,8 @@ _late: dict[Future[Any], float] = {}  # late actions that have not ended, and wh
 def _is_stuck() -> bool:
     """Whether so many actions hang that another would only leave one more thread behind."""
     latest = time.monotonic() - RETRY_S
-    recent = [since for since in list(_late.values()) if since > latest]
-    return len(recent) >= LATE_AT_ONCE or len(_late) >= MAX_LATE
+    recent = sum([since > latest for since in list(_late.values())])
+    return recent >= LATE_AT_ONCE or len(_late) >= MAX_LATE
 
 
 class Deadline:

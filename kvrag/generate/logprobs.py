@@ -32,8 +32,11 @@ def logprob_of(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
     """Return a token's log-probability, and the ``num_top`` largest, from logits ``(vocab,)``."""
     values = torch.log_softmax(logits.float(), dim=-1)
     top = values.topk(min(num_top, len(values)))
-    pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-    return TokenLogprob(token, float(values[token]), pairs)
+    return TokenLogprob(
+        token,
+        float(values[token]),
+        tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)),
+    )
 
 
 def read_on(

@@ -27,8 +27,12 @@ def decoder_of(tokenizer: Any, hidden: Collection[int]) -> Decode:
     """Return a decoder that shows control tokens, too, but for the ``hidden`` ones."""
 
     def decode(ids: Sequence[int]) -> str:
-        shown = [token for token in ids if token not in hidden]
-        return str(tokenizer.decode(shown, clean_up_tokenization_spaces=False))
+        return str(
+            tokenizer.decode(
+                [token for token in ids if token not in hidden],
+                clean_up_tokenization_spaces=False,
+            )
+        )
 
     return decode
 

@@ -126,9 +126,13 @@ def content_key(identity: ChunkIdentity) -> str:
 @lru_cache(maxsize=4096)  # a request asks for the same few keys several times
 def chunk_key(identity: ChunkIdentity) -> ChunkKey:
     """Return the key of a chunk behind its prefix and context."""
-    fields = {
-        "content": content_key(identity),
-        "prefix": identity.prefix,
-        "context": identity.context,
-    }
-    return ChunkKey(key_digest("chunk", fields))
+    return ChunkKey(
+        key_digest(
+            "chunk",
+            {
+                "content": content_key(identity),
+                "prefix": identity.prefix,
+                "context": identity.context,
+            },
+        )
+    )

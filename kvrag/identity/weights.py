@@ -80,8 +80,7 @@ def source_identity(path: str, *, commit: str | None, options: Mapping[str, Any]
 
 def files_digest(files: Iterable[Path]) -> str:
     """Return a digest of the contents of files, regardless of their names and order."""
-    found = "".join(sorted(map(file_digest, files)))
-    return f"files:{text_digest(found)}"
+    return f"files:{text_digest(''.join(sorted(map(file_digest, files))))}"
 
 
 def file_digest(file: Path) -> str:
@@ -105,8 +104,7 @@ def file_digest(file: Path) -> str:
 
 def _digest_file(file: Path, stamp: tuple[int, ...]) -> Path:
     """Return the file that a digest is remembered in."""
-    name = text_digest(json.dumps([os.path.realpath(file), *stamp]))
-    return cache_dir() / "file-digests" / name
+    return cache_dir() / "file-digests" / text_digest(json.dumps([os.path.realpath(file), *stamp]))
 
 
 def _stamp(file: Path) -> tuple[int, ...]:

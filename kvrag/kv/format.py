@@ -376,7 +376,7 @@ def _head(header: Header, cipher: bytes | None, salt: bytes) -> bytes:
             "salt": salt.hex(),
             "sealed": inner,
         }
-        layers = {"dtype": "U8", "shape": [end], "data_offsets": [0, end]}
-        text = f'{START}{dump(metadata)},"layers":{dump(layers)}}}'.encode()
+        layers = dump({"dtype": "U8", "shape": [end], "data_offsets": [0, end]})
+        text = f'{START}{dump(metadata)},"layers":{layers}}}'.encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return struct.pack("<Q", len(text)) + text

@@ -297,13 +297,13 @@ def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Put a model in evaluation mode for the duration of a ``with`` block."""
-    was_training = model.training
+    """Put a model in evaluation mode for the duration of a ``with`` block, then its parts back."""
+    training = [part for part in model.modules() if part.training] if model.training else []
     try:
-        yield model.eval() if was_training else model
+        yield model.eval() if training else model
     finally:
-        if was_training:
-            model.train()
+        for part in training:
+            part.training = True
 
 
 def _attention(

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kvrag
 from kvrag.cache import cache_dir, keep
-from kvrag.errors import UnsupportedModelError
+from kvrag.errors import ModelError, UnsupportedModelError
 from kvrag.identity.adapters import check_adapters
 from kvrag.identity.describe import quantisation_text
 from kvrag.identity.fingerprint import digest
@@ -140,9 +140,13 @@ def _load_weights(source: ModelSource) -> PreTrainedModel:
     """Load a model onto the source's device, if it can run there."""
     # A GGUF file is of a causal LM, and its config takes seconds to parse.
     auto: Any = AutoModelForCausalLM if is_gguf(source.model) else auto_class(source.load_config())
-    model: PreTrainedModel = trying(
-        source, lambda: auto.from_pretrained(source.directory, **loading_options(source))
-    )
+    options = {**loading_options(source), "output_loading_info": True}
+    model, report = trying(source, lambda: auto.from_pretrained(source.directory, **options))
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"the files of {source.name!r} lack weights, such as {missing[0]}; "
+            "pass a folder with all of them (parts of a split GGUF file must be merged first)"
+        )
     check_generates(model)
     check_placement(model)
     device = resolve_device(source)

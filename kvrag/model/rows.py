@@ -211,8 +211,9 @@ class Block:
             return None
         kind = (groups, dtype)
         if kind not in self._packed:
-            whole = torch.nn.functional.pad(self.mask.to(dtype), (self.sure, 0))
-            self._packed[kind] = whole.repeat(groups, 1)
+            self._packed[kind] = torch.nn.functional.pad(
+                self.mask.to(dtype), (self.sure, 0)
+            ).repeat(groups, 1)
         return self._packed[kind]
 
 

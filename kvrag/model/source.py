@@ -88,14 +88,13 @@ class ModelSource:
 
         ``extra_keys`` are not part of it: they separate KV, not weights.
         """
-        options = tuple(sorted((name, _option(value)) for name, value in self.hf_kwargs.items()))
         return (
             _spelling(self.model),
             _spelling(self.tokenizer),
             self.revision,
             str(resolve_dtype(self)),
             str(resolve_device(self)),
-            options,
+            tuple(sorted((name, _option(value)) for name, value in self.hf_kwargs.items())),
             self.prove,
         )
 

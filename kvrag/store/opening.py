@@ -224,8 +224,10 @@ def _rows(blobs: Blobs, url: str, catalog: str | None, keys: Keys) -> Callable[.
 
 
 def _budget(root: Path, config: StoreConfig) -> Budget:
-    disk = lesser(config.disk_bytes, config.disk_fraction, lambda: shutil.disk_usage(root).total)
-    return Budget(disk, config.min_free_bytes)
+    return Budget(
+        lesser(config.disk_bytes, config.disk_fraction, lambda: shutil.disk_usage(root).total),
+        config.min_free_bytes,
+    )
 
 
 def _whole(url: str) -> tuple[str, str]:

@@ -31,13 +31,13 @@ CHUNK = "The keeper brings the box to the table by the window, and the reader as
 PROMPT = [{"role": "user", "content": f"{CHUNK}\n\nWho brings the box?"}]
 
 
-def written(path: Path, *, seed: int = 0) -> Path:
+def written(path: Path, *, seed: int = 0, lacks: str = "nothing") -> Path:
     """Write a tiny model and its tokenizer as a GGUF file."""
     write_gguf = runpy.run_path(str(WRITER))["write_gguf"]
     model, tokenizer = tiny_model("qwen2", seed=seed), tiny_tokenizer(add_bos=False)
-    tensors = ((name, tensor.numpy()) for name, tensor in model.state_dict().items())
-    if model.config.tie_word_embeddings:
-        tensors = ((name, values) for name, values in tensors if name != "lm_head.weight")
+    out = ("lm_head.weight", lacks) if model.config.tie_word_embeddings else (lacks,)
+    state = model.state_dict().items()
+    tensors = ((n, tensor.numpy()) for n, tensor in state if not any(part in n for part in out))
     about = json.loads(tokenizer.backend_tokenizer.to_str())
     config = {**model.config.to_dict(), "bos_token_id": 1, "eos_token_id": 2}
     write_gguf(path, config, about, tensors, chat_template=tokenizer.chat_template)
@@ -192,3 +192,5 @@ def test_a_file_cut_short_is_an_error_in_a_sentence(file):
         file.write_bytes(whole[:size])
         with pytest.raises(ModelError, match="damaged"):
             load(ModelSource(file, prove="off"))
+    with pytest.raises(ModelError, match=r"lack weights, such as model\.layers\.1\."):
+        load(ModelSource(written(file, lacks="layers.1."), prove="off"))

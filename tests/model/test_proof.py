@@ -103,9 +103,11 @@ def test_a_proof_that_could_miss_a_mistake_says_so(count, caplog):
 
 def test_the_proof_leaves_the_model_as_it_was():
     model = tiny_model("gemma2").train()
+    model.model.layers[0].eval()  # frozen
+    modes = [part.training for part in model.modules()]
     before, weights = model.config._attn_implementation, [p.clone() for p in model.parameters()]
     assert prove(CausalLM(model)).passed
-    assert model.training
+    assert [part.training for part in model.modules()] == modes
     assert model.config._attn_implementation == before
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
