@@ -73,8 +73,7 @@ def _take_names(out: Schema, definitions: JsonObject) -> None:
     name = str(names.get("$ref")).removeprefix("#/$defs/")
     allowed = definitions.get(name, names).get("enum")
     if allowed and "properties" not in out:
-        values = out.get("additionalProperties", True)
-        out["properties"] = dict.fromkeys(map(str, allowed), values)
+        out["properties"] = dict.fromkeys(map(str, allowed), out.get("additionalProperties", True))
         out["additionalProperties"] = False
         del out["propertyNames"]
 

@@ -89,8 +89,8 @@ def dtype_text(model: Any) -> str:
     on_cuda: Any = torch.backends.cuda.matmul
     on_cpu: Any = torch.backends.mkldnn
     if model.dtype == torch.float32:
-        products = {"cpu": on_cpu.matmul, "cuda": on_cuda}.get(model.device.type)
-        precision = getattr(products, "fp32_precision", "none")
+        products = {"cpu": on_cpu.matmul, "cuda": on_cuda}
+        precision = getattr(products.get(model.device.type), "fp32_precision", "none")
         if precision not in ("none", "ieee"):
             found.append(f"products in {precision}")
     elif model.device.type == "cuda":
@@ -275,8 +275,10 @@ def _sides(model: Module) -> tuple[_Look, _Look]:
     Merging an adapter writes past the counts.
     """
     own, added = _own_and_added(model)
-    uses = _uses_of_adapters([*model.modules()])
-    return _Look(own.values(), sample(own.values())), _Look(added, sample(added), *uses)
+    return (
+        _Look(own.values(), sample(own.values())),
+        _Look(added, sample(added), *_uses_of_adapters([*model.modules()])),
+    )
 
 
 class _Digests:

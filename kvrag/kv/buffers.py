@@ -171,8 +171,9 @@ def _ask(what: str, *given: int) -> int:
     The error is logged and cleared, because the next kernel launch would raise it. Raises
     ``RuntimeError`` in a process that was forked after its parent used CUDA.
     """
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = int(getattr(runtime, f"cudaHost{what}")(*given))
+    error = int(
+        getattr(torch.cuda.cudart(), f"cudaHost{what}")(*given)  # type: ignore[no-untyped-call]
+    )
     if error:
         logger.warning("cudaHost%s fails with error %d", what, error)
         with suppress(RuntimeError):

@@ -189,7 +189,11 @@ class RowCipher:
         from cryptography.exceptions import InvalidTag
 
         try:
-            raw = base64.b64decode(sealed.encode("ascii"), altchars=b"-_", validate=True)
-            return str(self._siv.decrypt(raw, [bound.encode()]).decode())
+            return str(
+                self._siv.decrypt(
+                    base64.b64decode(sealed.encode("ascii"), altchars=b"-_", validate=True),
+                    [bound.encode()],
+                ).decode()
+            )
         except (InvalidTag, ValueError):
             return None

@@ -108,8 +108,7 @@ def is_encoder_decoder(config: Any) -> bool:
 def rope_parameters(config: Any) -> list[dict[str, Any]]:
     """Return the RoPE parameters of a config: a single set, or a set per layer type."""
     found = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in found.values() if isinstance(value, dict)]
-    return nested or [found]
+    return [value for value in found.values() if isinstance(value, dict)] or [found]
 
 
 def regime_limit(config: Any) -> int | None:

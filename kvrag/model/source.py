@@ -132,8 +132,11 @@ class ModelSource:
         a hub id and the hub can't be reached, its files are looked for here alone.
         """
         options = {name: value for name, value in self.hf_kwargs.items() if name in _HUB_OPTIONS}
-        is_decided = os.path.exists(path) or {"local_files_only", "proxies"} & set(options)
-        if not (is_decided or _hub_answers(int(time.monotonic() / _HOLDS_S))):
+        if not (
+            os.path.exists(path)
+            or {"local_files_only", "proxies"} & set(options)
+            or _hub_answers(int(time.monotonic() / _HOLDS_S))
+        ):
             options["local_files_only"] = True
         if own_files and self.revision is not None:
             options["revision"] = self.revision

@@ -376,11 +376,15 @@ class Precompute:
 
     def _recount(self, chunks: Sequence[NewChunk]) -> None:
         """Report documents that were deleted meanwhile, and chunks that later chunks evicted."""
-        note_deleted(self, chunks)
+        if self.has_erased():
+            note_deleted(self, chunks)
         self.failed += [(name or chunk.label, MEANWHILE) for chunk, name in self.deleted]
         gone = {chunk for chunk, _ in self.deleted}
-        with suppress(StoreError):  # it can't be told now
-            absent = self.store.catalog.absent([chunk_key(chunk.identity) for chunk in self._done])
+        keys = [chunk_key(chunk.identity) for chunk in self._done]
+        if len(self.store.known(keys)) == len(keys):
+            return
+        with suppress(StoreError):  # the rows can't be read now
+            absent = self.store.catalog.absent(keys)
             for chunk in self._done:
                 if chunk_key(chunk.identity) in absent:
                     self.stored -= 1

@@ -204,8 +204,9 @@ class Evictor:
             if not must:
                 return
             # A write evicts more than it must, for the writes behind it; anyone else does not.
-            share = stored // SHARE if need else 0
-            going = leaving(chunks, now, priority=priority, must=must, share=share)
+            going = leaving(
+                chunks, now, priority=priority, must=must, share=stored // SHARE if need else 0
+            )
             if going is None:
                 reason = "nothing more may leave it that would be enough"
                 break

@@ -191,7 +191,8 @@ class Reader:
         found = self._from_blob(key, chunk, lambda blob: blob.load(), identity)
         if isinstance(found, Hole):
             return found
-        if epochs != self.memory.epochs():  # it may have been erased before it was copied
+        # It may have been erased before it was copied.
+        if self.blobs.shared and epochs != self.memory.epochs():
             self.blobs.follow(lambda _: self.catalog.absent([key]))
         with self._lock:
             self._counts["hits"] += 1

@@ -531,5 +531,5 @@ def test_hooks_take_a_string_for_one_and_drop_no_item(engine):
     red = enum.Enum("Colour", {"RED": "red"}, type=str).RED  # shown as Colour.RED
     assert sync_kv(LONG[:1], ids=[red], **options).removed == 2
     assert engine.document_ids(namespace="hooks") == ["red"]
-    with pytest.raises(InputError, match=r"of type dict; pass a list of texts with ids="):
+    with pytest.raises(InputError, match=r"is a mapping; pass a list of texts with ids="):
         precompute_kv({"id": LONG[0]}, **options)

@@ -146,7 +146,7 @@ def test_loads_at_once_share_nothing(file, tmp_path, parses):
 
 def test_estimate_parses_once_whatever_it_reads(file, tmp_path, parses, monkeypatch):
     (tmp_path / "text.md").write_text(CHUNK)
-    options = ["--corpus", str(tmp_path / "text.md"), "--kv-dir", str(tmp_path / "kv")]
+    options = ["--corpus", str(tmp_path / "text.md")]
     kvrag.model.load.LOADED.clear()
     done = CliRunner().invoke(app, ["estimate", str(file), *options])
     assert done.exit_code == 0, done.output

@@ -70,7 +70,7 @@ AREAS = {
     "langchain": 15_364,
     "llama_index": 11_657,
     "ray": 4_884,
-    "server": 18_716,
+    "server": 18_726,
     "shared": 3_189,
     "vllm": 17_693,
 }

@@ -235,4 +235,5 @@ def _refusal(name: str, known: Collection[str]) -> PydanticCustomError:
 
 def fault(code: str, sentence: str, name: str) -> PydanticCustomError:
     """Build a pydantic error that names its field."""
-    return PydanticCustomError(code, sentence, {"field": name})
+    # Half of a surrogate pair is no text for pydantic.
+    return PydanticCustomError(code, sentence, {"field": repr(name)[1:-1]})
