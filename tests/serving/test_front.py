@@ -58,12 +58,13 @@ async def replica_of(options):
     return made
 
 
-def ask(handle, options, body, *, path="/v1/chat/completions", headers=()):
+def ask(handle, options, body, *, prefix="", headers=()):
     """Ask a front as a client does; return status, headers and body."""
     scope = {
         "type": "http",
         "method": "POST",
-        "path": path,
+        "root_path": prefix,  # Ray leaves it in the path
+        "path": f"{prefix}/v1/chat/completions",
         "query_string": b"",
         "headers": [(b"content-type", b"application/json"), *headers],
     }
@@ -127,9 +128,11 @@ def told(data):
     return "".join(c["delta"].get("content") or "" for e in events for c in e["choices"])
 
 
-def test_a_request_goes_to_a_replica_with_the_keys_of_its_chunks(options):
+@pytest.mark.parametrize("prefix", ["", "/kv"])
+def test_a_request_goes_to_a_replica_with_the_keys_of_its_chunks(options, prefix):
     handle = Handle(("real", None))
-    status, headers, data = ask(handle, options, body(kvrag={"trace": True, "mode": "stitch"}))
+    asked = body(kvrag={"trace": True, "mode": "stitch"})
+    status, headers, data = ask(handle, options, asked, prefix=prefix)
     answer = json.loads(data)
     assert status == 200
     assert headers["content-type"] == "application/json"

@@ -31,6 +31,7 @@ PASSED_ON = (
     "http_version",
     "method",
     "scheme",
+    "root_path",
     "path",
     "raw_path",
     "query_string",
@@ -68,9 +69,7 @@ class Front:
                 ).response
         keys = await asyncio.to_thread(self.keys, request.headers, body)
         scope = {name: request.scope[name] for name in PASSED_ON if name in request.scope}
-        messages = self._passed(
-            {**scope, "root_path": "", "headers": list(scope["headers"])}, body, keys
-        )
+        messages = self._passed({**scope, "headers": list(scope["headers"])}, body, keys)
         try:
             start = await anext(messages)
         except (*LOST, BackPressureError):
