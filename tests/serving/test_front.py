@@ -40,11 +40,11 @@ class Handle:
         count = 0
         async for message in messages if not isinstance(messages, list) else each(messages):
             if count == most:
-                raise self.error
+                break
             count += 1
             yield message
-        if most is not None and most >= count:
-            raise self.error
+        if most is not None:
+            raise self.error.pop(0) if isinstance(self.error, list) else self.error
 
 
 async def each(values):
@@ -217,10 +217,10 @@ def test_where_no_replica_lives_the_client_is_told_to_come_again(options, monkey
     )
     handle = Handle(([START, event("a")], 1), ([START, event("a")], 2))
     assert b"replica_lost" in ask(handle, options, body(stream=True))[2]
-    handle = Handle(
-        ([START], 0), error=BackPressureError(num_queued_requests=9, max_queued_requests=9)
-    )
-    assert ask(handle, options, body())[0] == 503
+    full = BackPressureError(num_queued_requests=9, max_queued_requests=9)
+    assert ask(Handle(([START], 0), error=full), options, body())[0] == 503
+    handle = Handle(([START, event("a")], 2), ([START], 0), error=[RayActorError(), full])
+    assert b"replica_lost" in ask(handle, options, body(stream=True))[2]
 
 
 def test_the_first_text_with_chunks_says_where_a_chat_goes(options):

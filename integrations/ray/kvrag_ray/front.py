@@ -132,14 +132,14 @@ class Front:
                         yield BROKEN_OFF
                         return
                 return
-            except LOST:
-                logger.warning(
-                    "a replica was lost; asking another (attempt %d of %d)", attempt, ATTEMPTS
-                )
-                if attempt == ATTEMPTS:
-                    if not sent:
-                        raise
-                    yield BROKEN_OFF
+            except (*LOST, BackPressureError) as error:
+                if attempt < ATTEMPTS and isinstance(error, LOST):
+                    logger.warning("a replica was lost; asking another (of %d)", ATTEMPTS)
+                    continue
+                if not sent:
+                    raise
+                yield BROKEN_OFF
+                return
 
 
 def texts(body: Any) -> list[tuple[bool, str]]:
