@@ -33,9 +33,9 @@ def options(tiny_dir, tmp_path):
         ({"modell": "x"}, "did you mean 'model'"),
         ({"model": None}, "model"),
         ({"kv_dir": None}, "share nothing"),
-        ({"replicas": 0}, "begin at 1"),
-        ({"replicas": (3, 2)}, "begin at 1"),
-        ({"fronts": 0}, "begin at 1"),
+        *[({"replicas": each}, "as 2-8") for each in (0, (3, 2), [1, 2, 3], "2-", "some")],
+        ({"fronts": 0}, "from 1"),
+        ({"engine": {"store_config": {}}}, "beside it"),
         ({"autoscaling": {"upscale_delay_s": 1}}, "without a range"),
         ({"server": {"max_running": 0}}, "max_running"),
         ({"store": {"disk_byte": 1}}, "disk_byte"),
@@ -58,7 +58,7 @@ def test_the_application_is_what_was_asked_for(options):
         | {
             "replicas": [1, 3],
             "fronts": 2,
-            "num_cpus": 0.25,
+            "server": {"max_waiting": 0},
             "autoscaling": {"upscale_delay_s": 1.0},
         }
     )
@@ -66,14 +66,13 @@ def test_the_application_is_what_was_asked_for(options):
     assert app._bound_deployment.num_replicas == 2
     replica = app._bound_deployment.init_args[0]._bound_deployment
     scaling = replica._deployment_config.autoscaling_config
+    assert replica.max_queued_requests == 1  # Ray knows no 0
     assert (scaling.min_replicas, scaling.max_replicas, scaling.upscale_delay_s) == (1, 3, 1.0)
     assert scaling.policy.policy_function == "kvrag_ray.router:by_queue"
-    fixed = (
-        build(ServingConfig(**options | {"replicas": 2}))
-        ._bound_deployment.init_args[0]
-        ._bound_deployment
-    )
-    assert fixed.num_replicas == 2
+    for fixed in (2, "2", [2], (2, 2), "2-2"):
+        app = build(ServingConfig(**options | {"replicas": fixed}))
+        assert app._bound_deployment.init_args[0]._bound_deployment.num_replicas == 2
+    assert ServingConfig(**options | {"replicas": "2-8"}).least_and_most == (2, 8)
 
 
 def test_replicas_elsewhere_find_a_model_named_from_here_and_need_keys(
@@ -95,7 +94,7 @@ def test_replicas_elsewhere_find_a_model_named_from_here_and_need_keys(
     [
         (["serve", "--replicas", "2"], "without --ray"),
         (["serve", "--ray", "--replicas", "some"], "2-8"),
-        (["serve", "--ray", "--replicas", "4-2"], "begin at 1"),
+        (["serve", "--ray", "--replicas", "4-2"], "as 2-8"),
         (["serve", "--ray", "--log-format", "json"], "--log-format"),
         (["precompute", ".", "--workers", "2"], "without --ray"),
         (["precompute", ".", "--report", "r"], "without --ray"),

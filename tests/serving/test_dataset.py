@@ -41,6 +41,7 @@ def cluster(monkeypatch):
         ({"CPU": 1.0}, {}, (1, 1), 0.5, None),
         ({"CPU": 64.0, "GPU": 4.0}, {}, (4, 4), 1.0, 1.0),
         ({"CPU": 64.0, "GPU": 4.0}, {"num_gpus": 0.5}, (8, 8), 1.0, 0.5),
+        ({"CPU": 4.0}, {"num_gpus": 1}, (1, 1), 1.0, 1),  # GPUs come when they are asked for
         (
             {"CPU": 64.0, "GPU": 4.0},
             {"num_gpus": 0, "concurrency": (2, 6), "num_cpus": 3},
@@ -85,7 +86,9 @@ def test_a_worker_stores_batches_and_reports_each(cluster, tiny_dir, tmp_path):
         worker(batch).schema == worker({name: values[:0] for name, values in batch.items()}).schema
     )
     engine = KVRagEngine.from_pretrained(tiny_dir, kv_dir=tmp_path, namespace="mine")
-    assert sorted(engine.document_ids()) == sorted(f"books/{name}" for name in ("a", 2, UUID(int=3)))
+    assert sorted(engine.document_ids()) == sorted(
+        f"books/{name}" for name in ("a", 2, UUID(int=3))
+    )
     engine.close()
 
 

@@ -31,12 +31,6 @@ def serve(ctx: typer.Context, engine: EngineGroup, repair: Given, limits: Given)
     )
     from kvrag_ray.app import build
 
-    replicas = given["replicas"] or "1"
-    least, _, most = replicas.partition("-")
-    if not (least.isdigit() and (most or least).isdigit()):
-        raise ConfigError(
-            f"--replicas is {replicas!r}; pass a number, or the least and the most, as 2-8"
-        )
     store = asdict(options.pop("store_config"))
     config_of_repair = options.pop("repair")
     own = {name: options.pop(name) for name in ("model", "kv_dir")}
@@ -46,7 +40,7 @@ def serve(ctx: typer.Context, engine: EngineGroup, repair: Given, limits: Given)
         store=store,
         repair=config_of_repair and asdict(config_of_repair),
         server=server_options(given),
-        replicas=(int(least), int(most or least)),
+        replicas=given["replicas"] or 1,
     )
     bound(given["host"], given["port"]).close()
     application = build(config)  # reports invalid options before Ray starts

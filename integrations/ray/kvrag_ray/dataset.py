@@ -58,7 +58,7 @@ class Workers:
         if gpus is None:
             gpus = 1.0 if have.get("GPU") else 0.0
         if count is None:
-            count = max(1, int(have["GPU"] / gpus if gpus else have.get("CPU", 1)))
+            count = max(1, int(have.get("GPU", 1) / gpus if gpus else have.get("CPU", 1)))
         least, most = (count, count) if isinstance(count, int) else count
         if cpus is None:
             cpus = min(1.0, max(have.get("CPU", 1) - 1, 0.5) / most)
@@ -93,7 +93,9 @@ class Worker:
         """Store a batch of chunks, and return its row of the report."""
         arrow = require("pyarrow", extra="ray", purpose="the report of precompute_dataset")
         text, name = self._columns
-        texts = [each if isinstance(each, str) and each.strip() else NO_TEXT for each in batch[text]]
+        texts = [
+            each if isinstance(each, str) and each.strip() else NO_TEXT for each in batch[text]
+        ]
         ids = None
         if name is not None:  # a number and a UUID are the documents that they are in other calls
             ids = [str(each) if isinstance(each, Integral | UUID) else each for each in batch[name]]

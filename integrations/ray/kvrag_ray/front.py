@@ -69,7 +69,7 @@ class Front:
                 ).response
         keys = await asyncio.to_thread(self.keys, request.headers, body)
         scope = {name: request.scope[name] for name in PASSED_ON if name in request.scope}
-        messages = self._passed({**scope, "headers": list(scope["headers"])}, body, keys)
+        messages = self._passed(scope, body, keys)
         try:
             start = await anext(messages)
         except (*LOST, BackPressureError):
@@ -79,9 +79,8 @@ class Front:
         response = StreamingResponse(
             (message.get("body", b"") async for message in messages), start["status"]
         )
-        named = [(bytes(name), bytes(value)) for name, value in start.get("headers", ())]
         # Ray's proxy assigned the request id, and adds it to the response itself.
-        response.raw_headers = [each for each in named if each[0] != b"x-request-id"]
+        response.raw_headers = [each for each in start["headers"] if each[0] != b"x-request-id"]
         return response
 
     def keys(self, headers: Mapping[str, str], body: bytes) -> list[str]:
