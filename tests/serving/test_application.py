@@ -1,6 +1,8 @@
 """What an application is made of, and what it refuses to be made of."""
 
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -108,6 +110,31 @@ def test_options_that_would_have_no_effect_are_refused(
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 2, done.output
     assert words in done.stderr
+
+
+@pytest.mark.parametrize("gpus", [0.0, 1.0])
+def test_a_signal_ends_what_was_started_on_a_cluster_that_serves_already(
+    tiny_dir, tmp_path, monkeypatch, gpus
+):
+    def run(application, *, blocking):
+        replica = application._bound_deployment.init_args[0]._bound_deployment
+        assert replica.ray_actor_options.get("num_gpus", 0) == gpus
+        raise SystemExit(15)
+
+    ended = []
+    status = SimpleNamespace(proxies={"a node": "HEALTHY"})
+    for name, answer in {
+        "ray.init": lambda **_: None,
+        "ray.cluster_resources": lambda: {"GPU": gpus},
+        "ray.serve.status": lambda: status,
+        "ray.serve.run": run,
+        "ray.serve.delete": ended.append,
+    }.items():
+        monkeypatch.setattr(name, answer)
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        options = ["--kv-dir", str(tmp_path), "--port", str(proxy.getsockname()[1])]
+        done = CliRunner().invoke(app, ["serve", tiny_dir, "--ray", *options])
+    assert (done.exit_code, ended) == (15, ["default"]), done.output
 
 
 def test_a_new_replica_has_the_chunks_that_were_used_in_memory(options, tmp_path):

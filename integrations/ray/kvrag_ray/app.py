@@ -37,9 +37,12 @@ def build(args: ServingConfig | Options) -> Application:
 
     config = args if isinstance(args, ServingConfig) else _config(args)
     with closing(config.open()) as engine:  # raises on invalid options
-        # Replicas run elsewhere, and must not serve without a key where one is asked for here.
-        has_keys = bool(config.server_config.api_keys)
-        config = replace(config, model=str(engine.source.model), has_keys=has_keys)
+        config = replace(
+            config,
+            model=str(engine.source.model),
+            # Replicas run elsewhere, and must not serve without a key where one is asked for here.
+            has_keys=bool(config.server_config.api_keys),
+        )
     replica = serve.deployment(Replica).options(**_of_replicas(config)).bind(asdict(config))
     front = serve.deployment(Front).options(
         num_replicas=config.fronts, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}

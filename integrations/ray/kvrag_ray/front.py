@@ -133,7 +133,7 @@ class Front:
                 return
             except (*LOST, BackPressureError) as error:
                 if attempt < ATTEMPTS and isinstance(error, LOST):
-                    logger.warning("a replica was lost; asking another (of %d)", ATTEMPTS)
+                    logger.warning("a replica was lost; asking another")
                     continue
                 if not sent:
                     raise
