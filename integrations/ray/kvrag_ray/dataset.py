@@ -132,9 +132,9 @@ def precompute_dataset(
     Parameters
     ----------
     ds, text, id
-        Dataset with a chunk per row, and the names of its text and id columns. Blank and null texts
-        are reported as too short. Ids must be unique, and none null: strings, whole numbers or
-        UUIDs. ``None``: chunks have no id.
+        Dataset with a chunk per row, and the names of its text and id columns. Blank and null
+        texts are reported as too short. Ids must be unique, and none null: strings, whole numbers
+        or UUIDs. ``None``: chunks have no id.
     model, kv_dir, **options
         As for :meth:`KVRagEngine.from_pretrained`. For several machines ``kv_dir`` must be a shared
         store's address. Pass names of models and keys, not objects: a hub id or a path, and
