@@ -28,7 +28,7 @@ class ServingConfig:
         and :class:`kvrag_server.ServerConfig`. Without ``server["api_keys"]``, API keys come from
         ``KVRAG_API_KEYS`` on every machine, which is the better place for them.
     replicas
-        Number of replicas, or a range ``(least, most)`` or ``"least-most"`` to scale in with the load.
+        Number of replicas, or a range ``(least, most)`` or ``"2-8"`` to scale in with the load.
     num_cpus, num_gpus
         CPUs and GPUs per replica.
     fronts
