@@ -69,7 +69,7 @@ AREAS = {
     "testing": 4_256,
     "langchain": 15_364,
     "llama_index": 11_657,
-    "ray": 4_884,
+    "ray": 4_933,
     "server": 18_726,
     "shared": 3_189,
     "vllm": 17_693,

@@ -1,6 +1,8 @@
 """What an application is made of, and what it refuses to be made of."""
 
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,9 +35,9 @@ def options(tiny_dir, tmp_path):
         ({"modell": "x"}, "did you mean 'model'"),
         ({"model": None}, "model"),
         ({"kv_dir": None}, "share nothing"),
-        ({"replicas": 0}, "begin at 1"),
-        ({"replicas": (3, 2)}, "begin at 1"),
-        ({"fronts": 0}, "begin at 1"),
+        *[({"replicas": each}, "as 2-8") for each in (0, (3, 2), [1, 2, 3], "2-", "some")],
+        ({"fronts": 0}, "from 1"),
+        ({"engine": {"store_config": {}}}, "beside it"),
         ({"autoscaling": {"upscale_delay_s": 1}}, "without a range"),
         ({"server": {"max_running": 0}}, "max_running"),
         ({"store": {"disk_byte": 1}}, "disk_byte"),
@@ -58,7 +60,7 @@ def test_the_application_is_what_was_asked_for(options):
         | {
             "replicas": [1, 3],
             "fronts": 2,
-            "num_cpus": 0.25,
+            "server": {"max_waiting": 0},
             "autoscaling": {"upscale_delay_s": 1.0},
         }
     )
@@ -66,14 +68,13 @@ def test_the_application_is_what_was_asked_for(options):
     assert app._bound_deployment.num_replicas == 2
     replica = app._bound_deployment.init_args[0]._bound_deployment
     scaling = replica._deployment_config.autoscaling_config
+    assert replica.max_queued_requests == 1  # Ray knows no 0
     assert (scaling.min_replicas, scaling.max_replicas, scaling.upscale_delay_s) == (1, 3, 1.0)
     assert scaling.policy.policy_function == "kvrag_ray.router:by_queue"
-    fixed = (
-        build(ServingConfig(**options | {"replicas": 2}))
-        ._bound_deployment.init_args[0]
-        ._bound_deployment
-    )
-    assert fixed.num_replicas == 2
+    for fixed in (2, "2", [2], (2, 2), "2-2"):
+        app = build(ServingConfig(**options | {"replicas": fixed}))
+        assert app._bound_deployment.init_args[0]._bound_deployment.num_replicas == 2
+    assert ServingConfig(**options | {"replicas": "2-8"}).least_and_most == (2, 8)
 
 
 def test_replicas_elsewhere_find_a_model_named_from_here_and_need_keys(
@@ -95,7 +96,7 @@ def test_replicas_elsewhere_find_a_model_named_from_here_and_need_keys(
     [
         (["serve", "--replicas", "2"], "without --ray"),
         (["serve", "--ray", "--replicas", "some"], "2-8"),
-        (["serve", "--ray", "--replicas", "4-2"], "begin at 1"),
+        (["serve", "--ray", "--replicas", "4-2"], "as 2-8"),
         (["serve", "--ray", "--log-format", "json"], "--log-format"),
         (["precompute", ".", "--workers", "2"], "without --ray"),
         (["precompute", ".", "--report", "r"], "without --ray"),
@@ -109,6 +110,31 @@ def test_options_that_would_have_no_effect_are_refused(
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 2, done.output
     assert words in done.stderr
+
+
+@pytest.mark.parametrize("gpus", [0.0, 1.0])
+def test_a_signal_ends_what_was_started_on_a_cluster_that_serves_already(
+    tiny_dir, tmp_path, monkeypatch, gpus
+):
+    def run(application, *, blocking):
+        replica = application._bound_deployment.init_args[0]._bound_deployment
+        assert replica.ray_actor_options.get("num_gpus", 0) == gpus
+        raise SystemExit(15)
+
+    ended = []
+    status = SimpleNamespace(proxies={"a node": "HEALTHY"})
+    for name, answer in {
+        "ray.init": lambda **_: None,
+        "ray.cluster_resources": lambda: {"GPU": gpus},
+        "ray.serve.status": lambda: status,
+        "ray.serve.run": run,
+        "ray.serve.delete": ended.append,
+    }.items():
+        monkeypatch.setattr(name, answer)
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        options = ["--kv-dir", str(tmp_path), "--port", str(proxy.getsockname()[1])]
+        done = CliRunner().invoke(app, ["serve", tiny_dir, "--ray", *options])
+    assert (done.exit_code, ended) == (15, ["default"]), done.output
 
 
 def test_a_new_replica_has_the_chunks_that_were_used_in_memory(options, tmp_path):

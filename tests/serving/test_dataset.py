@@ -1,6 +1,7 @@
 """What precompute_dataset asks of Ray Data, and what its worker does with a batch; no cluster."""
 
 from pathlib import Path
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ def cluster(monkeypatch):
         ({"CPU": 1.0}, {}, (1, 1), 0.5, None),
         ({"CPU": 64.0, "GPU": 4.0}, {}, (4, 4), 1.0, 1.0),
         ({"CPU": 64.0, "GPU": 4.0}, {"num_gpus": 0.5}, (8, 8), 1.0, 0.5),
+        ({"CPU": 4.0}, {"num_gpus": 1}, (1, 1), 1.0, 1),  # GPUs come when they are asked for
         (
             {"CPU": 64.0, "GPU": 4.0},
             {"num_gpus": 0, "concurrency": (2, 6), "num_cpus": 3},
@@ -71,20 +73,22 @@ def test_a_worker_stores_batches_and_reports_each(cluster, tiny_dir, tmp_path):
     assert asked.fn is Worker
     worker = Worker(**asked.options["fn_constructor_kwargs"])
     batch = {
-        "body": np.array([*CHUNKS, "short"], object),
-        "name": np.array(["a", "b", "c", "d"], object),
-        "other": np.arange(4),
+        "body": np.array([*CHUNKS, "short", " ", None, np.nan], object),
+        "name": np.array(["a", np.int64(2), UUID(int=3), *"defg"], object),
+        "other": np.arange(7),
     }
     [first] = worker(batch).to_pylist()
     [again] = worker(batch).to_pylist()
-    assert (first["chunks"], first["stored"], first["skipped"], first["failed"]) == (4, 3, 0, [])
-    assert [each["id"] for each in first["short"]] == ["books/d"]
+    assert (first["chunks"], first["stored"], first["skipped"], first["failed"]) == (7, 3, 0, [])
+    assert {each["id"] for each in first["short"]} == {f"books/{name}" for name in "defg"}
     assert (again["stored"], again["skipped"], again["stored_bytes"]) == (0, 3, 0)
     assert (
         worker(batch).schema == worker({name: values[:0] for name, values in batch.items()}).schema
     )
     engine = KVRagEngine.from_pretrained(tiny_dir, kv_dir=tmp_path, namespace="mine")
-    assert sorted(engine.document_ids()) == ["books/a", "books/b", "books/c"]
+    assert sorted(engine.document_ids()) == sorted(
+        f"books/{name}" for name in ("a", 2, UUID(int=3))
+    )
     engine.close()
 
 

@@ -37,9 +37,12 @@ def build(args: ServingConfig | Options) -> Application:
 
     config = args if isinstance(args, ServingConfig) else _config(args)
     with closing(config.open()) as engine:  # raises on invalid options
-        # Replicas run elsewhere, and must not serve without a key where one is asked for here.
-        has_keys = bool(config.server_config.api_keys)
-        config = replace(config, model=str(engine.source.model), has_keys=has_keys)
+        config = replace(
+            config,
+            model=str(engine.source.model),
+            # Replicas run elsewhere, and must not serve without a key where one is asked for here.
+            has_keys=bool(config.server_config.api_keys),
+        )
     replica = serve.deployment(Replica).options(**_of_replicas(config)).bind(asdict(config))
     front = serve.deployment(Front).options(
         num_replicas=config.fronts, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
@@ -53,7 +56,7 @@ def _of_replicas(config: ServingConfig) -> dict[str, Any]:
     server, (least, most) = config.server_config, config.least_and_most
     options: dict[str, Any] = {
         "max_ongoing_requests": server.max_running + 2 * server.max_waiting,
-        "max_queued_requests": server.max_waiting,
+        "max_queued_requests": max(1, server.max_waiting),
         "ray_actor_options": {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
         "request_router_config": {"request_router_class": "kvrag_ray.router.ChunkRouter"},
         "graceful_shutdown_timeout_s": server.drain_s,
@@ -78,6 +81,4 @@ def _config(options: Options) -> ServingConfig:
             raise unknown_option(name, known, of="kvrag_ray")
     if "model" not in options:
         raise ConfigError("kvrag_ray has no model; pass its hub id or path as the option 'model'")
-    if isinstance(options.get("replicas"), list):
-        options = {**options, "replicas": tuple(options["replicas"])}
     return ServingConfig(**options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +31,28 @@ def serve(ctx: typer.Context, engine: EngineGroup, repair: Given, limits: Given)
     )
     from kvrag_ray.app import build
 
-    replicas = given["replicas"] or "1"
-    least, _, most = replicas.partition("-")
-    if not (least.isdigit() and (most or least).isdigit()):
-        raise ConfigError(
-            f"--replicas is {replicas!r}; pass a number, or the least and the most, as 2-8"
-        )
-    store = asdict(options.pop("store_config"))
     config_of_repair = options.pop("repair")
     own = {name: options.pop(name) for name in ("model", "kv_dir")}
     config = ServingConfig(
         **own,
+        store=asdict(options.pop("store_config")),
         engine=options,
-        store=store,
         repair=config_of_repair and asdict(config_of_repair),
         server=server_options(given),
-        replicas=(int(least), int(most or least)),
+        replicas=given["replicas"] or 1,
     )
-    bound(given["host"], given["port"]).close()
-    application = build(config)  # reports invalid options before Ray starts
+    build(config)  # reports invalid options before Ray starts
     ray.init(ignore_reinit_error=True, logging_level="warning")
-    on_ray.start(http_options={"host": given["host"], "port": given["port"]})
-    on_ray.run(application, blocking=True)
+    if ray.cluster_resources().get("GPU") and options.get("device") != "cpu":
+        config = replace(config, num_gpus=1.0)
+    place = {"host": given["host"], "port": given["port"]}
+    if not on_ray.status().proxies:  # else the cluster serves already, at a port of its own
+        bound(**place).close()
+        on_ray.start(http_options=place)
+    try:
+        on_ray.run(build(config), blocking=True)
+    finally:
+        on_ray.delete("default")
 
 
 def precompute(

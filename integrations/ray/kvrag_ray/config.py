@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ class ServingConfig:
         and :class:`kvrag_server.ServerConfig`. Without ``server["api_keys"]``, API keys come from
         ``KVRAG_API_KEYS`` on every machine, which is the better place for them.
     replicas
-        Number of replicas, or a range ``(least, most)`` to scale in with the load.
+        Number of replicas, or a range ``(least, most)`` or ``"2-8"`` to scale in with the load.
     num_cpus, num_gpus
         CPUs and GPUs per replica.
     fronts
@@ -50,7 +50,7 @@ class ServingConfig:
     store: Options = field(default_factory=dict, repr=False)
     repair: Options | None = None
     server: Options = field(default_factory=dict, repr=False)
-    replicas: int | tuple[int, int] = 1
+    replicas: int | str | Sequence[int] = 1
     num_cpus: float = 1.0
     num_gpus: float = 0.0
     fronts: int = 1
@@ -63,6 +63,11 @@ class ServingConfig:
         object.__setattr__(
             self, "store", {name: address(value) for name, value in self.store.items()}
         )
+        if self.engine.keys() & {"model", "kv_dir", "repair", "store_config"}:
+            raise ConfigError(
+                "ServingConfig.engine has model, kv_dir, repair or store_config, which would have "
+                "no effect there; pass model, kv_dir, repair and store beside it"
+            )
         least, most = self.least_and_most
         if self.kv_dir is None:
             raise ConfigError(
@@ -71,8 +76,8 @@ class ServingConfig:
             )
         if not 1 <= least <= most or self.fronts < 1:
             raise ConfigError(
-                f"ServingConfig has replicas={self.replicas!r} and fronts={self.fronts!r}; "
-                "both begin at 1"
+                f"ServingConfig has replicas={self.replicas!r} and fronts={self.fronts!r}; pass "
+                "numbers from 1, or the least and the most replicas, as 2-8"
             )
         if self.autoscaling and least == most:
             raise ConfigError(
@@ -83,10 +88,15 @@ class ServingConfig:
 
     @property
     def least_and_most(self) -> tuple[int, int]:
-        """The range of replicas."""
-        if isinstance(self.replicas, int):
-            return self.replicas, self.replicas
-        return self.replicas
+        """The range of replicas; zeros if it is none."""
+        given: Any = self.replicas
+        if not isinstance(given, list | tuple):
+            given = str(given).split("-")
+        try:
+            least, most = map(int, given if len(given) == 2 else given * 2)
+        except ValueError:
+            return 0, 0
+        return least, most
 
     @property
     def server_config(self) -> ServerConfig:
@@ -114,5 +124,10 @@ class ServingConfig:
 
     def open(self) -> KVRagEngine:
         """Return an engine; its model is loaded at first use."""
-        own = {"kv_dir": self.kv_dir, "store_config": self.store_config, "repair": self.repair}
-        return KVRagEngine.from_pretrained(self.model, **{**self.engine, **own})
+        return KVRagEngine.from_pretrained(
+            self.model,
+            kv_dir=self.kv_dir,
+            store_config=self.store_config,
+            repair=self.repair,
+            **self.engine,
+        )

@@ -14,7 +14,9 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 from kvrag import ConfigError, KVRagEngine, require
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 CHUNKS_PER_CALL = 32
 """Chunks per batch. A worker sorts them by length, so that forwards take similar lengths."""
+
+NO_TEXT = "-"
+"""Stands for a text that is missing or blank: the engine reports it as too short."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Workers:
         if gpus is None:
             gpus = 1.0 if have.get("GPU") else 0.0
         if count is None:
-            count = max(1, int(have["GPU"] / gpus if gpus else have.get("CPU", 1)))
+            count = max(1, int(have.get("GPU", 1) / gpus if gpus else have.get("CPU", 1)))
         least, most = (count, count) if isinstance(count, int) else count
         if cpus is None:
             cpus = min(1.0, max(have.get("CPU", 1) - 1, 0.5) / most)
@@ -88,8 +93,12 @@ class Worker:
         """Store a batch of chunks, and return its row of the report."""
         arrow = require("pyarrow", extra="ray", purpose="the report of precompute_dataset")
         text, name = self._columns
-        texts = list(batch[text])
-        ids = None if name is None else list(batch[name])
+        texts = [
+            each if isinstance(each, str) and each.strip() else NO_TEXT for each in batch[text]
+        ]
+        ids = None
+        if name is not None:  # a number and a UUID are the documents that they are in other calls
+            ids = [str(each) if isinstance(each, Integral | UUID) else each for each in batch[name]]
         report = asdict(
             self._engine.precompute(texts, ids=ids, **{"show_progress": False, **self._run})
         )
@@ -123,8 +132,9 @@ def precompute_dataset(
     Parameters
     ----------
     ds, text, id
-        Dataset with a chunk per row, and the names of its text and id columns. Ids must be unique;
-        ``None``: chunks have no id.
+        Dataset with a chunk per row, and the names of its text and id columns. Blank and null
+        texts are reported as too short. Ids must be unique, and none null: strings, whole numbers
+        or UUIDs. ``None``: chunks have no id.
     model, kv_dir, **options
         As for :meth:`KVRagEngine.from_pretrained`. For several machines ``kv_dir`` must be a shared
         store's address. Pass names of models and keys, not objects: a hub id or a path, and

@@ -31,6 +31,7 @@ PASSED_ON = (
     "http_version",
     "method",
     "scheme",
+    "root_path",
     "path",
     "raw_path",
     "query_string",
@@ -68,9 +69,7 @@ class Front:
                 ).response
         keys = await asyncio.to_thread(self.keys, request.headers, body)
         scope = {name: request.scope[name] for name in PASSED_ON if name in request.scope}
-        messages = self._passed(
-            {**scope, "root_path": "", "headers": list(scope["headers"])}, body, keys
-        )
+        messages = self._passed(scope, body, keys)
         try:
             start = await anext(messages)
         except (*LOST, BackPressureError):
@@ -80,9 +79,8 @@ class Front:
         response = StreamingResponse(
             (message.get("body", b"") async for message in messages), start["status"]
         )
-        named = [(bytes(name), bytes(value)) for name, value in start.get("headers", ())]
         # Ray's proxy assigned the request id, and adds it to the response itself.
-        response.raw_headers = [each for each in named if each[0] != b"x-request-id"]
+        response.raw_headers = [each for each in start["headers"] if each[0] != b"x-request-id"]
         return response
 
     def keys(self, headers: Mapping[str, str], body: bytes) -> list[str]:
@@ -133,14 +131,14 @@ class Front:
                         yield BROKEN_OFF
                         return
                 return
-            except LOST:
-                logger.warning(
-                    "a replica was lost; asking another (attempt %d of %d)", attempt, ATTEMPTS
-                )
-                if attempt == ATTEMPTS:
-                    if not sent:
-                        raise
-                    yield BROKEN_OFF
+            except (*LOST, BackPressureError) as error:
+                if attempt < ATTEMPTS and isinstance(error, LOST):
+                    logger.warning("a replica was lost; asking another")
+                    continue
+                if not sent:
+                    raise
+                yield BROKEN_OFF
+                return
 
 
 def texts(body: Any) -> list[tuple[bool, str]]:
