@@ -62,15 +62,15 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_030,
+    "core": 155_029,
     "adapters": 6_362,
-    "cli": 14_408,
+    "cli": 14_407,
     "evaluate": 7_047,
     "testing": 4_256,
     "langchain": 15_364,
     "llama_index": 11_657,
     "ray": 4_933,
-    "server": 18_726,
+    "server": 18_724,
     "shared": 3_189,
     "vllm": 17_693,
 }

@@ -236,4 +236,4 @@ def _refusal(name: str, known: Collection[str]) -> PydanticCustomError:
 def fault(code: str, sentence: str, name: str) -> PydanticCustomError:
     """Build a pydantic error that names its field."""
     # Half of a surrogate pair is no text for pydantic.
-    return PydanticCustomError(code, sentence, {"field": repr(name)[1:-1]})
+    return PydanticCustomError(code, sentence, {"field": name.encode("utf-8", "replace").decode()})
