@@ -99,15 +99,13 @@ def test_listening_beyond_this_machine_asks_for_keys(tiny_dir, monkeypatch):
     assert "KVRAG_API_KEYS" in result.output
 
 
-@pytest.mark.parametrize("ray", [[], ["--ray", "--kv-dir", "kv"]])
-def test_a_port_in_use_is_found_before_the_model_is_loaded(ray, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_a_port_in_use_is_found_before_the_model_is_loaded(monkeypatch):
     monkeypatch.setattr(
         "kvrag.cli.options.EngineGroup.open", lambda *_, **__: pytest.fail("the model was loaded")
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = CliRunner().invoke(app, ["serve", "no/model", "--port", str(port), *ray])
+        result = CliRunner().invoke(app, ["serve", "no/model", "--port", str(port)])
     assert result.exit_code == 2
     said = " ".join(result.output.split())
     assert f"127.0.0.1:{port}" in said

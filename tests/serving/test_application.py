@@ -137,6 +137,24 @@ def test_a_signal_ends_what_was_started_on_a_cluster_that_serves_already(
     assert (done.exit_code, ended) == (15, ["default"]), done.output
 
 
+def test_a_port_in_use_is_found_before_replicas_start(tiny_dir, tmp_path, monkeypatch):
+    for name, answer in {
+        "ray.init": lambda **_: None,
+        "ray.cluster_resources": dict,
+        "ray.serve.status": lambda: SimpleNamespace(proxies={}),
+        "ray.serve.start": lambda **_: pytest.fail("Serve started"),
+    }.items():
+        monkeypatch.setattr(name, answer)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        options = ["--kv-dir", str(tmp_path), "--port", port]
+        done = CliRunner().invoke(app, ["serve", tiny_dir, "--ray", *options])
+    assert done.exit_code == 2
+    said = " ".join(done.output.split())
+    assert f"127.0.0.1:{port}" in said
+    assert "--port" in said
+
+
 def test_a_new_replica_has_the_chunks_that_were_used_in_memory(options, tmp_path):
     engine = KVRagEngine.from_pretrained(options["model"], kv_dir=tmp_path)
     assert warm(engine, 5.0) == 0
