@@ -122,6 +122,9 @@ MODULES: dict[str, dict[str, Any]] = {
         "DefaultModelLoader": type("DefaultModelLoader", (), {}),
         "register_model_loader": None,
     },
+    "vllm.distributed.device_communicators.shm_broadcast": {
+        "SpinCondition": type("SpinCondition", (), {})
+    },
     "vllm.distributed.parallel_state": {"get_tp_group": None},
     "vllm.forward_context": {
         "get_forward_context": None,
@@ -197,6 +200,7 @@ def config_of(setting: Setting, **changes) -> SimpleNamespace:
             "tokenizer": setting.model,
             "revision": None,
             "device": "cpu",
+            "device_type": "cpu",
         }
         | model
         | changes

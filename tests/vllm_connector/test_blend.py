@@ -886,6 +886,17 @@ def test_said_counts_what_vllm_had(connector):
     }
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_a_cpu_vllm_sleeps_while_it_waits(connector, setting, monkeypatch, device):
+    name = "vllm.distributed.device_communicators.shm_broadcast"
+    waiting = importlib.import_module(name).SpinCondition
+    read = []
+    monkeypatch.setattr(waiting, "record_read", read.append, raising=False)
+    connect(connector, setting, device_type=device)
+    waiting.record_read("now")
+    assert read == ([] if device == "cpu" else ["now"])
+
+
 def test_only_a_step_without_a_forward_waits_for_jobs(connector, setting):
     own, modes = blend(connector, setting, role="WORKER"), []
     own._worker.load = lambda *_, is_idle: modes.append(is_idle)

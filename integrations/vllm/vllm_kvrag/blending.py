@@ -159,14 +159,13 @@ class Blender:
         self._done = queue.SimpleQueue[tuple[Job, Said | None]]()
         self._queues = [queue.SimpleQueue[tuple[Any, ...]]() for _ in range(3)]
         self._room = threading.Semaphore(IN_MEMORY)
-        cores = _cores()
         device = blending.lm.device
         # The worker's stream, too: what it computes for both is in order.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._threads = [
             threading.Thread(
                 target=self._run,
-                args=(jobs, work, cores, torch.get_num_threads(), stream),
+                args=(jobs, work, torch.get_num_threads(), stream),
                 name=f"kvrag{work.__name__}",
                 daemon=True,
             )
@@ -225,12 +224,14 @@ class Blender:
         self,
         jobs: queue.SimpleQueue[tuple[Any, ...]],
         work: Callable[..., Said | None],
-        cores: set[int],
         num_threads: int,
         stream: torch.cuda.Stream | None,
     ) -> None:
         """Work until there is no job any more."""
-        _use_cores(cores, num_threads)
+        if work == self._read:
+            _leave_core()
+        with suppress(OSError, AttributeError):  # OpenMP's setting is of the thread
+            ctypes.CDLL("libgomp.so.1").omp_set_num_threads(num_threads)
         while given := jobs.get():
             with torch.cuda.stream(stream) if stream else nullcontext():
                 self._do(work, *given)
@@ -339,22 +340,16 @@ def _counts_behind(sources: Sequence[tuple[str, int]], start: int) -> Said:
     }
 
 
-def _cores() -> set[int]:
-    """Return the cores that any thread of this process may use.
+def _leave_core() -> None:
+    """Let this thread run on all cores of the process.
 
-    vLLM binds each of its own threads to a core on CPUs, and new threads inherit the binding.
+    On CPUs vLLM binds each of its own threads to a core, and new threads inherit the binding. That
+    is right for a thread that computes: OpenMP binds the others of its team to the other cores.
     """
     cores = set[int]()
     with suppress(OSError):  # there is no /proc on macOS
         for thread in os.listdir("/proc/self/task"):
             with suppress(OSError):
                 cores |= os.sched_getaffinity(int(thread))
-    return cores
-
-
-def _use_cores(cores: set[int], num_threads: int) -> None:
-    """Let this thread, and the threads of its forwards, use these cores."""
     with suppress(OSError, AttributeError):
         os.sched_setaffinity(0, cores)
-    with suppress(OSError, AttributeError):  # OpenMP's setting is of the thread
-        ctypes.CDLL("libgomp.so.1").omp_set_num_threads(num_threads)

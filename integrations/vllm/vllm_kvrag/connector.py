@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvrag import ConfigError, StoreConfig
 from kvrag.config import as_config
 from vllm_kvrag.messages import Jobs
+from vllm_kvrag.own import sleep_while_waiting
 from vllm_kvrag.report import Counts, Metrics
 from vllm_kvrag.scheduler import SchedulerSide
 from vllm_kvrag.worker import WorkerSide
@@ -65,6 +66,8 @@ class KVRagConnector(KVConnectorBase_V1):
         reason = refusal(vllm_config, kv_cache_config)
         if reason is not None:
             raise ConfigError(f"vLLM can't use this store: {reason}")
+        if vllm_config.device_config.device_type == "cpu":
+            sleep_while_waiting()
         self._is_worker = role == KVConnectorRole.WORKER
         # In blend mode the worker writes what clients precompute.
         reads = mode == "prefix" or not self._is_worker

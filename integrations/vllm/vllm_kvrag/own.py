@@ -18,6 +18,7 @@ from weakref import ReferenceType, ref
 import torch
 import vllm
 from vllm.config import set_current_vllm_config
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.forward_context import (
     get_forward_context,
     override_forward_context,
@@ -298,6 +299,14 @@ class StandIn:
         }
         output.copy_(self._rows.attend(self._index, query, scores).reshape(output.shape))
         return output
+
+
+def sleep_while_waiting() -> None:
+    """Let this process of vLLM's sleep while it waits for another one, which takes microseconds.
+
+    Else it spins for a second first, on a core that the other computes with.
+    """
+    SpinCondition.record_read = lambda _: None
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
