@@ -35,7 +35,7 @@ def test_an_answer_that_a_stop_string_ends_says_how_it_was_made(client, fake, mo
 
 @pytest.mark.parametrize(
     "asked",
-    [{"stream_options": {"include_usage": True}}],
+    [{"stream_options": {"include_usage": True}}, {"extra_body": {"kvrag": {"trace": True}}}],
 )
 def test_openais_client_gets_a_stream_whose_last_event_says_how_it_was_made(client, fake, asked):
     events = list(client.chat.completions.create(**ASK, stream=True, **asked))
@@ -215,13 +215,17 @@ def test_open_paths_need_no_key(guarded):
 )
 def test_a_key_reaches_its_own_namespace_alone(guarded, path):
     fake, http = guarded
-    theft = {"kvrag": {"namespace": "default/beta", "precompute": {"texts": ["x"]}}}
-    body = {**ASK, "prompt": "Who?", "kv_transfer_params": theft}
+    theft = {"namespace": "default/beta"}
+    body = {**ASK, "prompt": "Who?", "kv_transfer_params": {"kvrag": theft}}
     http.post(path, json=body, headers={"authorization": "Bearer sk-a"})
     own = fake.last["body"]["kv_transfer_params"]["kvrag"]
     own.pop("stream", None)
-    assert own == {"mode": "auto", "namespace": "default/acme"}
+    assert own == {"mode": "auto", "namespace": "default/acme", "repair": None, "trace": False}
     assert "authorization" not in fake.last["headers"]
+    theft["precompute"] = {"texts": ["x"]}
+    answer = http.post(path, json=body, headers={"authorization": "Bearer sk-a"})
+    assert answer.json()["error"]["param"] == "kv_transfer_params.kvrag"
+    assert b"texts" not in fake.last["content"]
 
 
 def test_the_key_of_anthropics_clients_counts_and_stays_here(guarded):
@@ -257,12 +261,6 @@ def test_paths_that_mean_others_are_refused(guarded, path):
         answer = connection.getresponse()
         assert answer.status == 400
         assert b"without it" in answer.read()
-    assert not fake.requests
-
-
-def test_documents_are_not_dropped_on_other_paths(http, fake):
-    body = {"prompt": "Who?", "kvrag": {"documents": [{"text": "a"}]}}
-    assert http.post("/tokenize", json=body).status_code == 400
     assert not fake.requests
 
 
