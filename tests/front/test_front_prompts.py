@@ -131,6 +131,21 @@ def test_options_of_reuse_become_parameters(http, fake, asked, own):
 
 
 @pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({"n_predict": 5, "rep_pen": 1.2}, {"max_tokens": 5, "repetition_penalty": 1.2}),
+        ({"stopping_strings": ["x"], "tfs": 1}, {"stop": ["x"]}),
+        ({"think": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ({"max_tokens": None, "best_of": 2}, {"max_tokens": None, "best_of": 2}),
+    ],
+)
+def test_fields_of_other_servers_get_vllms_names(http, fake, given, sent):
+    http.post("/v1/chat/completions", json={"messages": [], **given})
+    assert fake.requests[0]["body"].pop("kv_transfer_params")
+    assert fake.requests[0]["body"] == {"messages": [], **sent}
+
+
+@pytest.mark.parametrize(
     ("given", "param"),
     [
         ({"kvrag": {"mode": "fastest"}}, "kvrag.mode"),
@@ -139,11 +154,15 @@ def test_options_of_reuse_become_parameters(http, fake, asked, own):
         ({"kvrag": {"speed": 1}}, "kvrag.speed"),
         ({"kvrag": []}, "kvrag"),
         ({"kv_transfer_params": {"kvrag": {"mode": "full"}}}, "kv_transfer_params.kvrag"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"max_tokens": 3, "n_predict": 4}, "n_predict"),
+        ({"prompt": "Who?", "think": True}, "think"),
     ],
 )
 def test_options_without_an_effect_are_refused(http, fake, given, param):
-    body = {"messages": [{"role": "user", "content": "Who?"}], **given}
-    answer = http.post("/v1/chat/completions", json=body)
+    path = "/v1/completions" if "prompt" in given else "/v1/chat/completions"
+    answer = http.post(path, json={"messages": [{"role": "user", "content": "Who?"}], **given})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert not fake.requests

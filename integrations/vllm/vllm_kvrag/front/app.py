@@ -21,6 +21,7 @@ from kvrag_server.config import ServerConfig
 from kvrag_server.errors import APIError
 from kvrag_server.metrics import Metrics
 from kvrag_server.record import RequestRecord
+from kvrag_server.schema import ChatRequest, Completion, TextRequest
 from kvrag_server.service import Desk, desk_of
 from vllm_kvrag.front import documents
 from vllm_kvrag.front.prompts import (
@@ -30,6 +31,7 @@ from vllm_kvrag.front.prompts import (
     object_of,
     planner_of,
     put_options,
+    renamed,
     tokenised,
     tokenised_chat,
     tokenised_text,
@@ -130,12 +132,12 @@ async def metrics(request: Request) -> Response:
 
 async def chat_completions(request: Request) -> Response:
     """Answer chat messages: vLLM gets them with their token ids."""
-    return await _complete(request, tokenised_chat)
+    return await _complete(request, tokenised_chat, ChatRequest)
 
 
 async def completions(request: Request) -> Response:
     """Continue text: vLLM gets token ids."""
-    return await _complete(request, tokenised_text)
+    return await _complete(request, tokenised_text, TextRequest)
 
 
 async def passed(request: Request) -> Response:
@@ -155,11 +157,12 @@ async def passed(request: Request) -> Response:
     return await upstream_of(request).pass_on(request, content)
 
 
-async def _complete(request: Request, tokenise: Tokenise) -> Response:
+async def _complete(request: Request, tokenise: Tokenise, schema: type[Completion]) -> Response:
     """Pass a completion with its prompt as ids, cut where stored chunks begin and end."""
     body = _object(await request.body())
     if body is None:
         return await passed(request)
+    body = renamed(body, schema)
     desk = desk_of(request)
     record: RequestRecord = request.state.record
     record.is_stream = bool(body.get("stream"))

@@ -7,12 +7,14 @@ from typing import Any, cast
 
 from fastapi import Request
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from kvrag import ConfigError, InputError
 from kvrag.adapters import ReuseOptions, StorePlanner, UnreadableTextError
 from kvrag_server.completions import chat_prompt, text_prompt
 from kvrag_server.errors import APIError, refusal
-from kvrag_server.schema import AnswerOptions, Messages, Reuse, without_nulls
+from kvrag_server.fields import ALIASES, NEUTRAL, REMEDIES, understood
+from kvrag_server.schema import AnswerOptions, Completion, Messages, Reuse, without_nulls
 
 Body = dict[str, Any]
 """Body of a request, as JSON values."""
@@ -30,6 +32,19 @@ _NEEDS_TEXT = (
     "suffix",
 )
 """Fields that need vLLM's own rendering or tokenisation of the prompt."""
+_VLLMS = (
+    "add_special_tokens",
+    "cache_salt",
+    "chat_template",
+    "documents",
+    "prompt_logprobs",
+    "response_format",
+    "skip_special_tokens",
+    "structured_outputs",
+    "suffix",
+    "truncate_prompt_tokens",
+)
+"""Fields that vLLM honours, and kvrag's server refuses."""
 _MESSAGES = TypeAdapter(Messages)
 
 
@@ -42,6 +57,25 @@ def object_of(body: Body, name: str) -> Body:
     """Return the object in a field of a body; an empty one if it is none."""
     given = body.get(name)
     return given if isinstance(given, dict) else {}
+
+
+def renamed(body: Body, schema: type[Completion]) -> Body:
+    """Return the body of a completion with vLLM's names of its fields.
+
+    Raises ``APIError`` for a field that kvrag's server refuses by name, and vLLM would ignore.
+    """
+    foreign = body.keys() - {*REMEDIES, *NEUTRAL, *ALIASES, "enable_thinking"}
+    try:
+        given = understood(body, {*schema.model_fields, *_VLLMS, *foreign}, is_foreign=True)
+    except PydanticCustomError as error:
+        param = (error.context or {})["field"]
+        raise APIError(400, error.message(), error.type, param=param) from None
+    thinks = given.pop("enable_thinking", None)
+    if thinks is not None:
+        own = object_of(body, "chat_template_kwargs")
+        given["chat_template_kwargs"] = {"enable_thinking": thinks, **own}
+    # To vLLM, null is not always the default.
+    return {**{name: value for name, value in body.items() if value is None}, **given}
 
 
 def check_window(options: Reuse) -> None:
