@@ -19,6 +19,7 @@ from vllm_kvrag.front.upstream import Upstream
 
 RECORD = {"exactness": "repaired", "mode": "stitch", "cached_tokens": 40, "repaired_tokens": 4}
 USAGE = {"prompt_tokens": 50, "completion_tokens": 3, "total_tokens": 53}
+USAGE["prompt_tokens_details"] = {"cached_tokens": 49}  # vLLM counts all that it did not compute
 WORDS = ["A", " copper", " key."]
 
 
@@ -86,7 +87,8 @@ class FakeVLLM:
             await self.wait_for_the_client(request)
         head = {"id": "chatcmpl-1", "created": 1, "model": "tiny"}
         if body.get("stream"):
-            return StreamingResponse(self.events(body, head), media_type="text/event-stream")
+            kind = body.get("media_type", "text/event-stream")
+            return StreamingResponse(self.events(body, head), media_type=kind)
         message = {"role": "assistant", "content": "".join(WORDS), "tool_calls": []}
         choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
         whole = {**head, "object": "chat.completion", "choices": choices, "usage": USAGE}

@@ -45,13 +45,16 @@ def test_documents_of_the_field_kvrag_stand_before_the_question(client, engine, 
     documents = [{"text": chunks[3]}, {"text": "A text that nobody has stored."}]
     client.chat.completions.create(
         model="tiny",
-        messages=[{"role": "user", "content": "Who?"}],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "Who?", "image_url": None}]}
+        ],
         extra_body={"kvrag": {"documents": documents}},
     )
     parts = [Chunk(chunks[3]), "\n\n", Chunk(documents[1]["text"]), "\n\n", "Who?"]
     own = engine.prefill([{"role": "user", "content": parts}])
     assert ids_of(fake.last) == own.prompt_ids
     assert "kvrag" not in fake.last["body"]
+    assert b"image_url" not in fake.last["content"]  # vLLM would render the messages itself
 
 
 def test_tools_and_variables_are_rendered(client, engine, fake):
@@ -91,59 +94,75 @@ def test_what_ids_cannot_give_is_left_to_vllm(http, fake, asked):
     assert sent == body
 
 
-def test_documents_are_refused_where_nobody_would_place_them(http, fake, chunks):
-    body = {"messages": [{"role": "user", "content": "Who?"}], "echo": True}
-    asked = {**body, "kvrag": {"documents": [{"text": chunks[0]}]}}
-    answer = http.post("/v1/chat/completions", json=asked)
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/chat/completions", {"echo": True}),
+        ("/v1/chat/completions", {"model": "an-adapter"}),
+        ("/tokenize", {}),
+    ],
+)
+def test_documents_are_refused_where_nobody_would_place_them(http, fake, path, more):
+    asked = {"messages": [{"role": "user", "content": "Who?"}], **more}
+    answer = http.post(path, json={**asked, "kvrag": {"documents": [{"text": "a"}]}})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "kvrag.documents"
     assert not fake.requests
 
 
-def test_options_of_reuse_become_parameters(client, fake):
-    client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "Who?"}],
-        extra_body={
-            "kvrag": {"mode": "stitch", "repair": "fast", "trace": True},
-            "kv_transfer_params": {"kvrag": {"namespace": "another's"}, "mine": 1},
-        },
-    )
-    params = fake.last["body"]["kv_transfer_params"]
-    own = {"mode": "stitch", "repair": "fast", "trace": True, "namespace": "default"}
-    assert params["kvrag"].pop("stream")
-    assert params["kvrag"] == own
-    assert params["mine"] == 1
+@pytest.mark.parametrize(
+    ("asked", "own"),
+    [
+        ({"n": 2}, {"mode": "prefix"}),  # a prompt is not blended for each of its answers
+        ({"n": "two"}, {"mode": "prefix"}),  # vLLM refuses it
+        ({"n": 1}, {"mode": "auto"}),
+        ({"n": None}, {"mode": "auto"}),
+        ({"n": 2, "kvrag": {"mode": "stitch"}}, {"mode": "stitch"}),
+        ({"kvrag": (own := {"mode": "stitch", "repair": "fast", "trace": True})}, own),
+    ],
+)
+def test_options_of_reuse_become_parameters(http, fake, asked, own):
+    params = {"kvrag": {"namespace": "another's"}, "mine": 1}
+    http.post("/v1/chat/completions", json={"messages": [], "kv_transfer_params": params, **asked})
+    sent = fake.last["body"]["kv_transfer_params"]
+    assert sent["kvrag"].pop("stream")
+    assert sent["kvrag"] == {"repair": None, "trace": False, "namespace": "default", **own}
+    assert sent["mine"] == 1
 
 
 @pytest.mark.parametrize(
-    ("asked", "mode"),
+    ("given", "sent"),
     [
-        ({"n": 2}, "prefix"),
-        ({"n": "two"}, "prefix"),  # vLLM refuses it
-        ({"n": 1}, "auto"),
-        ({"n": None}, "auto"),
-        ({"n": 2, "kvrag": {"mode": "stitch"}}, "stitch"),
+        ({"n_predict": 5, "rep_pen": 1.2}, {"max_tokens": 5, "repetition_penalty": 1.2}),
+        ({"stopping_strings": ["x"], "tfs": 1}, {"stop": ["x"]}),
+        ({"think": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ({"max_tokens": None, "best_of": 2}, {"max_tokens": None, "best_of": 2}),
     ],
 )
-def test_a_prompt_is_not_blended_for_each_of_its_answers(http, fake, asked, mode):
-    http.post("/v1/chat/completions", json={"messages": [], **asked})
-    assert fake.last["body"]["kv_transfer_params"]["kvrag"]["mode"] == mode
+def test_fields_of_other_servers_get_vllms_names(http, fake, given, sent):
+    http.post("/v1/chat/completions", json={"messages": [], **given})
+    assert fake.requests[0]["body"].pop("kv_transfer_params")
+    assert fake.requests[0]["body"] == {"messages": [], **sent}
 
 
 @pytest.mark.parametrize(
     ("given", "param"),
     [
-        ({"mode": "fastest"}, "kvrag.mode"),
-        ({"max_context": "slide"}, "kvrag.max_context"),
-        ({"repair": "quick"}, None),
-        ({"speed": 1}, "kvrag.speed"),
-        ([], "kvrag"),
+        ({"kvrag": {"mode": "fastest"}}, "kvrag.mode"),
+        ({"kvrag": {"max_context": "slide"}}, "kvrag.max_context"),
+        ({"kvrag": {"repair": "quick"}}, None),
+        ({"kvrag": {"speed": 1}}, "kvrag.speed"),
+        ({"kvrag": []}, "kvrag"),
+        ({"kv_transfer_params": {"kvrag": {"mode": "full"}}}, "kv_transfer_params.kvrag"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"max_tokens": 3, "n_predict": 4}, "n_predict"),
+        ({"prompt": "Who?", "think": True}, "think"),
     ],
 )
 def test_options_without_an_effect_are_refused(http, fake, given, param):
-    body = {"messages": [{"role": "user", "content": "Who?"}], "kvrag": given}
-    answer = http.post("/v1/chat/completions", json=body)
+    path = "/v1/completions" if "prompt" in given else "/v1/chat/completions"
+    answer = http.post(path, json={"messages": [{"role": "user", "content": "Who?"}], **given})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert not fake.requests

@@ -22,7 +22,7 @@ from texts import make_chunks
 from kvrag import ConfigError, KVRagEngine
 from kvrag.testing.models import save_tiny_model, tiny_model
 from kvrag_server import ServerConfig, schema
-from kvrag_server.fields import ALIASES, HINTS, NEUTRAL, ONLY_WITH, REMEDIES, asks_for_nothing
+from kvrag_server.fields import ALIASES, HINTS, NEUTRAL, OF_PENALTY, REMEDIES, asks_for_nothing
 
 ASK = {"model": ID, "messages": [USER], "max_tokens": 2, "temperature": 0}
 PROMPT = {"model": ID, "prompt": "Who keeps the lamp?", "max_tokens": 2, "temperature": 0}
@@ -62,12 +62,7 @@ def test_the_documentation_lists_the_clients():
 
 def test_the_documentation_lists_the_fields():
     text = DOC.read_text()
-    names = {name for names in HINTS.values() for name in names} | {
-        *NEUTRAL,
-        *ALIASES,
-        *ONLY_WITH,
-        *REMEDIES,
-    }
+    names = {*HINTS, *NEUTRAL, *ALIASES, *OF_PENALTY, *REMEDIES}
     assert sorted(name for name in names if f"`{name}`" not in text) == []
 
 
@@ -196,10 +191,10 @@ def test_nulls_of_a_schema_are_its_own():
 
 
 KNOWN = {name for model, _ in ROUTES.values() for name in model.model_fields} | {
-    *(name for names in HINTS.values() for name in names),
+    *HINTS,
     *NEUTRAL,
     *ALIASES,
-    *ONLY_WITH,
+    *OF_PENALTY,
     *REMEDIES,
     "best_of",
 }
@@ -237,10 +232,7 @@ def test_an_unknown_field_that_asks_for_something_is_refused_by_name(route, name
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@given(
-    name=st.sampled_from(sorted(name for group in HINTS.values() for name in group)),
-    value=json_values,
-)
+@given(name=st.sampled_from(HINTS), value=json_values)
 def test_a_hint_changes_nothing_whatever_it_holds(route, name, value):
     model, body = ROUTES[route]
     assert read(model, body | {name: value}) == read(model, body)

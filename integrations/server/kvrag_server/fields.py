@@ -9,84 +9,81 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from itertools import chain
 from typing import Any
 
 from pydantic_core import PydanticCustomError
 
 JsonObject = dict[str, Any]
 
-HINTS: dict[str, tuple[str, ...]] = {
-    "the caller, and accounting": (
-        "user",
-        "user_id",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "request_id",
-        "priority",
-        "session_id",
-        "chat_id",
-        "conversation_id",
-        "message_id",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "api_type",
-        "api_server",
-        "legacy_api",
-    ),
-    "how a server uses its memory and its machine": (
-        "keep_alive",
-        "cache_prompt",
-        "id_slot",
-        "slot_id",
-        "num_ctx",
-        "num_keep",
-        "num_batch",
-        "num_gpu",
-        "main_gpu",
-        "num_thread",
-        "low_vram",
-        "use_mmap",
-        "use_mlock",
-        "truncation_length",
-        "prediction",
-        "speculative_ngram",
-    ),
-    "reasoning and verbosity of other vendors' models": ("verbosity", "include_reasoning"),
-    "in which order methods of sampling follow each other: kvrag has its own": (
-        "samplers",
-        "sampler_order",
-        "sampler_priority",
-        "temperature_last",
-    ),
-    "more about an answer, which kvrag reports in its own field": (
-        "timings_per_token",
-        "return_progress",
-    ),
-    "how special tokens, which no answer shows, are spelt": ("spaces_between_special_tokens",),
-    "options of a method that is off, and is refused where it is on": (
-        "mirostat_tau",
-        "mirostat_eta",
-        "dry_base",
-        "dry_allowed_length",
-        "dry_sequence_breakers",
-        "dry_penalty_last_n",
-        "xtc_threshold",
-        "smoothing_curve",
-        "dynatemp_low",
-        "dynatemp_high",
-        "dynatemp_min",
-        "dynatemp_max",
-        "dynatemp_exponent",
-        "adaptive_decay",
-        "negative_prompt",
-        "length_penalty",
-        "early_stopping",
-    ),
-}
-"""Fields that change no answer at any value, by topic."""
+HINTS = (
+    # The caller, and accounting.
+    "user",
+    "user_id",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "request_id",
+    "priority",
+    "session_id",
+    "chat_id",
+    "conversation_id",
+    "message_id",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "api_type",
+    "api_server",
+    "legacy_api",
+    # How a server uses its memory and its machine.
+    "keep_alive",
+    "cache_prompt",
+    "id_slot",
+    "slot_id",
+    "num_ctx",
+    "num_keep",
+    "num_batch",
+    "num_gpu",
+    "main_gpu",
+    "num_thread",
+    "low_vram",
+    "use_mmap",
+    "use_mlock",
+    "truncation_length",
+    "prediction",
+    "speculative_ngram",
+    # Reasoning and verbosity of other vendors' models.
+    "verbosity",
+    "include_reasoning",
+    # In which order methods of sampling follow each other: kvrag has its own.
+    "samplers",
+    "sampler_order",
+    "sampler_priority",
+    "temperature_last",
+    # More about an answer, which kvrag reports in its own field.
+    "timings_per_token",
+    "return_progress",
+    # How special tokens, which no answer shows, are spelt.
+    "spaces_between_special_tokens",
+    # Options of a method that is off, and is refused where it is on.
+    "mirostat_tau",
+    "mirostat_eta",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_sequence_breakers",
+    "dry_penalty_last_n",
+    "xtc_threshold",
+    "smoothing_curve",
+    "dynatemp_low",
+    "dynatemp_high",
+    "dynatemp_min",
+    "dynatemp_max",
+    "dynatemp_exponent",
+    "adaptive_decay",
+    "negative_prompt",
+    "length_penalty",
+    "early_stopping",
+)
+"""Fields that change no answer at any value."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "adaptive_target": (-0.01, -1, 0),
@@ -114,17 +111,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Further values at which fields ask for nothing, beside ``null``, ``false``, ``0`` and empty."""
 
-ONLY_WITH: dict[str, str] = dict.fromkeys(
-    (
-        "rep_pen_range",
-        "repetition_penalty_range",
-        "repeat_last_n",
-        "rep_pen_slope",
-        "repetition_decay",
-    ),
-    "repetition_penalty",
+OF_PENALTY = (
+    "rep_pen_range",
+    "repetition_penalty_range",
+    "repeat_last_n",
+    "rep_pen_slope",
+    "repetition_decay",
 )
-"""Fields that have no effect as long as another field is neutral (1)."""
+"""Fields that have no effect as long as ``repetition_penalty`` is neutral (1)."""
 
 ALIASES: dict[str, str] = {
     "rep_pen": "repetition_penalty",
@@ -138,7 +132,6 @@ ALIASES: dict[str, str] = {
 """Names that other servers use for fields of the API."""
 
 _CHAT = "send chat messages to /v1/chat/completions"
-_SCHEMA = "send chat messages with response_format and a JSON schema"
 REMEDIES: dict[str, str] = {
     "add_special_tokens": "send true with text prompts, false with chat messages, or leave it out",
     "cache_salt": "give each tenant a key of its own, which keeps their KV apart",
@@ -147,18 +140,23 @@ REMEDIES: dict[str, str] = {
     "do_sample": "send temperature, which is 0 where nothing is sampled",
     "function_call": "send chat messages with tool_choice",
     "functions": "send them as tools, with chat messages",
-    "grammar": _SCHEMA,
-    "grammar_string": _SCHEMA,
-    "guided_choice": _SCHEMA,
-    "guided_grammar": _SCHEMA,
-    "guided_json": _SCHEMA,
-    "guided_regex": _SCHEMA,
-    "json_schema": _SCHEMA,
+    **dict.fromkeys(
+        (
+            "grammar",
+            "grammar_string",
+            "guided_choice",
+            "guided_grammar",
+            "guided_json",
+            "guided_regex",
+            "json_schema",
+            "structured_outputs",
+        ),
+        "send chat messages with response_format and a JSON schema",
+    ),
     "modalities": "answers are text; send ['text'], or leave it out",
     "prompt_logprobs": "send a text completion with echo and logprobs",
     "response_format": _CHAT,
     "skip_special_tokens": "answers have no control tokens; send true, or leave it out",
-    "structured_outputs": _SCHEMA,
     "suffix": "put the model's own tokens for filling in the middle into the prompt",
     "thinking": (
         "send chat_template_kwargs with what the model's template knows, such as enable_thinking"
@@ -168,7 +166,6 @@ REMEDIES: dict[str, str] = {
 }
 """Remedies for fields that are refused."""
 
-_HARMLESS = frozenset(chain(*HINTS.values()))
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -207,9 +204,9 @@ def _rename(given: JsonObject, alias: str, name: str) -> None:
 
 def _is_neutral(name: str, given: Mapping[str, Any]) -> bool:
     value = given[name]
-    if name in _HARMLESS:
+    if name in HINTS:
         return True
-    if name in ONLY_WITH and given.get(ONLY_WITH[name], 1) == 1:
+    if name in OF_PENALTY and given.get("repetition_penalty", 1) == 1:
         return True
     if name == "do_sample":
         return isinstance(value, bool) and (value or not given.get("temperature"))

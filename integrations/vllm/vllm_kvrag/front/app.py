@@ -21,15 +21,17 @@ from kvrag_server.config import ServerConfig
 from kvrag_server.errors import APIError
 from kvrag_server.metrics import Metrics
 from kvrag_server.record import RequestRecord
+from kvrag_server.schema import ChatRequest, Completion, TextRequest
 from kvrag_server.service import Desk, desk_of
 from vllm_kvrag.front import documents
 from vllm_kvrag.front.prompts import (
     Body,
     Tokenise,
     left_to_vllm,
+    object_of,
     planner_of,
     put_options,
-    take_options,
+    renamed,
     tokenised,
     tokenised_chat,
     tokenised_text,
@@ -78,8 +80,6 @@ def create_front(
         title="kvrag",
         lifespan=_life,
         telemetry=QUIET,
-        docs_url=None,
-        redoc_url=None,
         openapi_url=None,
     )
     admission = Admission(config.max_running, config.max_waiting)
@@ -95,6 +95,7 @@ def create_front(
     app.post("/v1/completions")(completions)
     app.include_router(documents.router)
     app.add_route("/{path:path}", passed, methods=_METHODS)
+    app.add_exception_handler(RecursionError, _refuse_depth)
     guard(app, OPEN)
     return app
 
@@ -131,12 +132,12 @@ async def metrics(request: Request) -> Response:
 
 async def chat_completions(request: Request) -> Response:
     """Answer chat messages: vLLM gets them with their token ids."""
-    return await _complete(request, tokenised_chat)
+    return await _complete(request, tokenised_chat, ChatRequest)
 
 
 async def completions(request: Request) -> Response:
     """Continue text: vLLM gets token ids."""
-    return await _complete(request, tokenised_text)
+    return await _complete(request, tokenised_text, TextRequest)
 
 
 async def passed(request: Request) -> Response:
@@ -151,53 +152,44 @@ async def passed(request: Request) -> Response:
     if body is not None and (
         path in KNOWS_PARAMETERS or {"kv_transfer_params", "kvrag"} & body.keys()
     ):
-        options = take_options(body)
-        left_to_vllm(options)
-        put_options(body, options, desk_of(request).namespace(request.state.tenant))
-        content = _written(body)
+        left_to_vllm(put_options(body, desk_of(request).namespace(request.state.tenant)))
+        content = json.dumps(body).encode()
     return await upstream_of(request).pass_on(request, content)
 
 
-async def _complete(request: Request, tokenise: Tokenise) -> Response:
+async def _complete(request: Request, tokenise: Tokenise, schema: type[Completion]) -> Response:
     """Pass a completion with its prompt as ids, cut where stored chunks begin and end."""
-    content = await request.body()
-    body = _object(content)
+    body = _object(await request.body())
     if body is None:
-        return await upstream_of(request).pass_on(request, content)
+        return await passed(request)
+    body = renamed(body, schema)
+    desk = desk_of(request)
     record: RequestRecord = request.state.record
     record.is_stream = bool(body.get("stream"))
-    namespace = desk_of(request).namespace(request.state.tenant)
-    options = take_options(body)
-    put_options(body, options, namespace)
+    namespace = desk.namespace(request.state.tenant)
+    options = put_options(body, namespace)
+    if options.trace and record.is_stream:  # the event with the usage has it
+        body["stream_options"] = {**object_of(body, "stream_options"), "include_usage": True}
     report = body["kv_transfer_params"]["kvrag"]["stream"] = uuid.uuid4().hex
-    if body.get("model") in (None, "", desk_of(request).name):
-        record.model = desk_of(request).name
+    if body.get("model") in (None, "", desk.name):
+        record.model = desk.name
         body = await run_in_threadpool(
             tokenised, tokenise, planner_of(request), body, options, namespace
         )
-    return await upstream_of(request).pass_on(request, _written(body), report)
+    else:
+        left_to_vllm(options)
+    return await upstream_of(request).pass_on(request, json.dumps(body).encode(), report)
 
 
 def _object(content: bytes) -> Body | None:
-    """Return the JSON object of a body; ``None`` if it is none: vLLM says why.
-
-    Raises ``APIError`` if it nests deeper than is read here: vLLM may read it, with a namespace.
-    """
+    """Return the JSON object of a body; ``None`` if it is none: vLLM says why."""
     try:
         body = json.loads(content)
-    except RecursionError:
-        raise _too_deep() from None
     except ValueError:
         return None
     return body if isinstance(body, dict) else None
 
 
-def _written(body: Body) -> bytes:
-    try:
-        return json.dumps(body).encode()
-    except RecursionError:
-        raise _too_deep() from None
-
-
-def _too_deep() -> APIError:
-    return APIError(400, "the body nests too deep; make it flatter", "invalid_value")
+def _refuse_depth(request: Request, error: Exception) -> Response:
+    """Refuse a body that is deeper than is read here: vLLM may read it, with a namespace."""
+    raise APIError(400, "the body nests too deep; make it flatter", "invalid_value")

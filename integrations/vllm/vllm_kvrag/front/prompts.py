@@ -7,12 +7,14 @@ from typing import Any, cast
 
 from fastapi import Request
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from kvrag import ConfigError, InputError
 from kvrag.adapters import ReuseOptions, StorePlanner, UnreadableTextError
 from kvrag_server.completions import chat_prompt, text_prompt
 from kvrag_server.errors import APIError, refusal
-from kvrag_server.schema import AnswerOptions, Messages, Reuse
+from kvrag_server.fields import ALIASES, NEUTRAL, REMEDIES, understood
+from kvrag_server.schema import AnswerOptions, Completion, Messages, Reuse, without_nulls
 
 Body = dict[str, Any]
 """Body of a request, as JSON values."""
@@ -30,6 +32,19 @@ _NEEDS_TEXT = (
     "suffix",
 )
 """Fields that need vLLM's own rendering or tokenisation of the prompt."""
+_VLLMS = (
+    "add_special_tokens",
+    "cache_salt",
+    "chat_template",
+    "documents",
+    "prompt_logprobs",
+    "response_format",
+    "skip_special_tokens",
+    "structured_outputs",
+    "suffix",
+    "truncate_prompt_tokens",
+)
+"""Fields that vLLM honours, and kvrag's server refuses."""
 _MESSAGES = TypeAdapter(Messages)
 
 
@@ -38,20 +53,29 @@ def planner_of(request: Request) -> StorePlanner:
     return cast(StorePlanner, request.app.state.planner)
 
 
-def take_options(body: Body) -> AnswerOptions:
-    """Take the field ``kvrag`` out of a body, and check it.
+def object_of(body: Body, name: str) -> Body:
+    """Return the object in a field of a body; an empty one if it is none."""
+    given = body.get(name)
+    return given if isinstance(given, dict) else {}
 
-    Raises ``APIError`` or ``ConfigError`` for an invalid value, or for an option without an effect.
+
+def renamed(body: Body, schema: type[Completion]) -> Body:
+    """Return the body of a completion with vLLM's names of its fields.
+
+    Raises ``APIError`` for a field that kvrag's server refuses by name, and vLLM would ignore.
     """
-    given = body.pop("kvrag", None)
+    foreign = body.keys() - {*REMEDIES, *NEUTRAL, *ALIASES, "enable_thinking"}
     try:
-        options = AnswerOptions.model_validate({} if given is None else given)
-    except ValidationError as error:
-        faults = [{**each, "loc": ("body", "kvrag", *each["loc"])} for each in error.errors()]
-        raise refusal(faults, {"kvrag": given}) from None
-    options.config  # noqa: B018 - raises
-    check_window(options)
-    return options
+        given = understood(body, {*schema.model_fields, *_VLLMS, *foreign}, is_foreign=True)
+    except PydanticCustomError as error:
+        param = (error.context or {})["field"]
+        raise APIError(400, error.message(), error.type, param=param) from None
+    thinks = given.pop("enable_thinking", None)
+    if thinks is not None:
+        own = object_of(body, "chat_template_kwargs")
+        given["chat_template_kwargs"] = {"enable_thinking": thinks, **own}
+    # To vLLM, null is not always the default.
+    return {**{name: value for name, value in body.items() if value is None}, **given}
 
 
 def check_window(options: Reuse) -> None:
@@ -65,22 +89,36 @@ def check_window(options: Reuse) -> None:
         )
 
 
-def put_options(body: Body, options: AnswerOptions, namespace: str) -> None:
-    """Put the options of reuse into a body; the namespace is the key's, whatever the client sent.
+def put_options(body: Body, namespace: str) -> AnswerOptions:
+    """Make the field ``kvrag`` of a body parameters of KV transfer, check it, and return it.
 
-    All of the client's own ``kv_transfer_params.kvrag`` is dropped: it could name others' chunks.
-    vLLM would blend a prompt once for each of several answers.
+    The namespace is the key's, whatever the client sent: it could name others' chunks. vLLM would
+    blend a prompt once for each of several answers.
+
+    Raises ``APIError`` or ``ConfigError`` for an invalid value, or for an option without an effect.
     """
-    given = body.get("kv_transfer_params")
+    given = body.pop("kvrag", None)
+    try:
+        options = AnswerOptions.model_validate({} if given is None else given)
+    except ValidationError as error:
+        faults = [{**each, "loc": ("body", "kvrag", *each["loc"])} for each in error.errors()]
+        raise refusal(faults, {"kvrag": given}) from None
+    options.config  # noqa: B018 - raises
+    check_window(options)
+    params = object_of(body, "kv_transfer_params")
+    if object_of(params, "kvrag").keys() - {"namespace"}:
+        raise APIError(
+            400,
+            "kv_transfer_params.kvrag is the front's; send your options as the field kvrag",
+            "unsupported_parameter",
+            param="kv_transfer_params.kvrag",
+        )
     mode = options.mode
     if mode == "auto" and body.get("n") not in (None, 1):
         mode = "prefix"
-    own: Body = {"mode": mode, "namespace": namespace}
-    if options.repair is not None:
-        own["repair"] = options.repair
-    if options.trace:
-        own["trace"] = True
-    body["kv_transfer_params"] = {**(given if isinstance(given, dict) else {}), "kvrag": own}
+    own = {"mode": mode, "namespace": namespace, "repair": options.repair, "trace": options.trace}
+    body["kv_transfer_params"] = {**params, "kvrag": own}
+    return options
 
 
 def tokenised_chat(planner: StorePlanner, body: Body, options: Reuse, namespace: str) -> Body:
@@ -91,7 +129,9 @@ def tokenised_chat(planner: StorePlanner, body: Body, options: Reuse, namespace:
     if has_ids or not answers or body.get("add_special_tokens"):
         return left_to_vllm(options)
     try:
-        prompt = chat_prompt(_MESSAGES.validate_python(body.get("messages")), options)
+        # vLLM renders parts that name an image, be it null, and places no documents.
+        messages = without_nulls(body.get("messages"), 2)
+        prompt = chat_prompt(_MESSAGES.validate_python(messages), options)
         ids = planner.plan(prompt, namespace, chat_of(body)).token_ids
     except ValidationError:
         return {}  # vLLM says why
@@ -99,7 +139,7 @@ def tokenised_chat(planner: StorePlanner, body: Body, options: Reuse, namespace:
         if options.documents or isinstance(error, UnreadableTextError):
             raise
         return {}  # images, or a message that only vLLM knows how to show
-    return {"kv_transfer_params": {**params, "prompt_token_ids": ids}}
+    return {"messages": messages, "kv_transfer_params": {**params, "prompt_token_ids": ids}}
 
 
 def tokenised_text(planner: StorePlanner, body: Body, options: Reuse, namespace: str) -> Body:
@@ -152,7 +192,7 @@ def left_to_vllm(options: Reuse) -> Body:
         raise APIError(
             400,
             "kvrag.documents need a prompt of text or messages that kvrag renders; leave out "
-            f"{', '.join(_NEEDS_TEXT)} and add_special_tokens, or the documents",
+            f"{', '.join(_NEEDS_TEXT)}, add_special_tokens and an adapter's name, or the documents",
             "unsupported_parameter",
             param="kvrag.documents",
         )

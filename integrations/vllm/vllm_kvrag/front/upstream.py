@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import httpx
@@ -18,21 +19,22 @@ from kvrag_server.completions import unless_gone
 from kvrag_server.errors import APIError
 from kvrag_server.record import RequestRecord
 
-_OF_CONNECTION = ("connection", "keep-alive", "te", "transfer-encoding", "upgrade", "expect")
+_OF_CONNECTION = (b"connection", b"keep-alive", b"te", b"transfer-encoding", b"upgrade", b"expect")
 # With an origin, vLLM would add CORS headers of its own; the front's key is not vLLM's.
 _DROPPED = (
     *_OF_CONNECTION,
-    "host",
-    "content-length",
-    "authorization",
-    "x-api-key",
-    "accept-encoding",
-    "origin",
-    "x-request-id",
+    b"host",
+    b"content-length",
+    b"authorization",
+    b"x-api-key",
+    b"accept-encoding",
+    b"origin",
+    b"x-request-id",
 )
-_RETURNED = (*_OF_CONNECTION, "date", "server", "x-request-id")
+_RETURNED = (*_OF_CONNECTION, b"date", b"server", b"x-request-id")
 _ANY_TWO_IDS = [0, 1]
 EVENTS = "text/event-stream"
+_DONE = b"data: [DONE]\n\n"
 SOON_S = 60.0
 """Seconds in which vLLM answers questions that need no computation, even under load."""
 RECORD_S = 2.0
@@ -61,21 +63,24 @@ class Upstream:
         or the event of a stream that has the usage, gets it as the field ``kvrag``.
         """
         answer = await self._send(request, body)
-        is_stream = answer.headers.get("content-type", "").startswith(EVENTS)
-        headers = [(name, value) for name, value in answer.headers.raw if not _is(name, _RETURNED)]
+        is_events = answer.headers.get("content-type", "").startswith(EVENTS)
         response: Response
-        if report is not None and answer.status_code == 200 and not is_stream:
-            response = Response(await self._with_record(await answer.aread(), report))
-            headers = [each for each in headers if not _is(each[0], ("content-length",))]
-            headers += [each for each in response.raw_headers if each[0] == b"content-length"]
+        if report and answer.status_code == 200 and not is_events:
+            with self._reached():
+                content = await self._with_record(await answer.aread(), report)
+            answer.headers["content-length"] = str(len(content))
+            response = Response(content)
         else:
             parts = answer.aiter_raw()
-            if report is not None and is_stream:
+            if report and is_events:
                 parts = self._recorded(parts, report)
             response = StreamingResponse(
-                self._parts(answer, parts, is_events=is_stream), answer.status_code
+                self._parts(answer, parts, request.state.record, is_events=is_events),
+                answer.status_code,
             )
-        response.raw_headers = headers
+        response.raw_headers = [
+            each for each in answer.headers.raw if each[0].lower() not in _RETURNED
+        ]
         return response
 
     async def ask(
@@ -92,10 +97,8 @@ class Upstream:
             "max_tokens": 1,
             "kv_transfer_params": {"kvrag": asked},
         }
-        try:
+        with self._reached():
             answer = await self.client.post("/v1/completions", json=body, timeout=timeout_s)
-        except httpx.TransportError as error:
-            raise self._gone(error) from None
         status = answer.status_code
         if status != 200:
             raise APIError(503 if status >= 500 else status, message_of(answer), "engine_gone")
@@ -108,7 +111,8 @@ class Upstream:
                 "not_supported",
             )
         if "error" in told:
-            raise error_of(told)
+            kind: type[KVRagError] = getattr(errors, str(told.get("code")), KVRagError)
+            raise kind(told["error"])
         return told
 
     async def is_healthy(self) -> bool:
@@ -128,41 +132,49 @@ class Upstream:
     async def _send(self, request: Request, body: bytes) -> httpx.Response:
         """Send a request, and wait for the answer's first part while the client waits."""
         record: RequestRecord = request.state.record
-        headers = [(name, value) for name, value in request.headers.raw if not _is(name, _DROPPED)]
-        headers += [
+        headers = [
+            *[each for each in request.headers.raw if each[0] not in _DROPPED],
             (b"accept-encoding", b"identity"),
             (b"x-request-id", record.request_id.encode("latin-1")),
         ]
-        target = request.scope["raw_path"]
-        if request.scope["query_string"]:
-            target += b"?" + request.scope["query_string"]
+        target = request.scope["raw_path"] + b"?" + request.scope["query_string"]
         url = self.client.base_url.copy_with(raw_path=target)
         sent = self.client.build_request(request.method, url, headers=headers, content=body)
         try:
-            answer: httpx.Response = await unless_gone(
-                request, asyncio.create_task(self.client.send(sent, stream=True)), None
-            )
-        except httpx.TransportError as error:
-            raise self._gone(error) from None
+            with self._reached():
+                answer: httpx.Response = await unless_gone(
+                    request, asyncio.create_task(self.client.send(sent, stream=True)), None
+                )
         except (ClientDisconnect, asyncio.CancelledError):
             record.ended = "client_left"
             raise
         return answer
 
     async def _parts(
-        self, answer: httpx.Response, parts: AsyncIterator[bytes], *, is_events: bool
+        self,
+        answer: httpx.Response,
+        parts: AsyncIterator[bytes],
+        record: RequestRecord,
+        *,
+        is_events: bool,
     ) -> AsyncIterator[bytes]:
         """Yield an answer's parts as they come; leaving the generator ends vLLM's work."""
+        record.ended = "client_left"  # unless the last part is reached
         try:
-            async for part in parts:
-                yield part
-        except httpx.TransportError as error:
+            with self._reached():
+                async for part in parts:
+                    if part.endswith(_DONE):
+                        record.ended = "answered"  # clients need not wait for the end behind it
+                    yield part
+        except APIError as fault:
             if not is_events:
                 raise
-            body = json.dumps(self._gone(error).body)
-            yield f"data: {body}\n\ndata: [DONE]\n\n".encode()
+            record.status = fault.status
+            record.code = fault.code
+            yield f"data: {json.dumps(fault.body)}\n\n".encode() + _DONE
         finally:
             await answer.aclose()
+        record.ended = "answered"
 
     async def _recorded(self, parts: AsyncIterator[bytes], report: str) -> AsyncIterator[bytes]:
         """Yield a stream's events; the event with the usage gets the record."""
@@ -170,53 +182,37 @@ class Upstream:
         async for part in parts:
             *events, left = (left + part).split(b"\n\n")
             for event in events:
-                data = _usage_of(event)
-                if data is not None:
-                    record = await self._report(report)
-                    if record is not None:
-                        event = b"data: " + json.dumps({**data, "kvrag": [record]}).encode()
+                if b'"choices":[]' in event.replace(b" ", b""):
+                    content = event.removeprefix(b"data: ")
+                    event = b"data: " + await self._with_record(content, report)
                 yield event + b"\n\n"
         yield left
 
     async def _with_record(self, content: bytes, report: str) -> bytes:
-        """Return a JSON answer with its record of reuse in the field ``kvrag``.
+        """Return JSON with its record of reuse in the field ``kvrag``, whose count is the usage's.
 
         vLLM gives none with an answer that a stop string ends. Without one it stays as it is.
         """
         data = json.loads(content)
-        record = (data.get("kv_transfer_params") or {}).get("kvrag") or await self._report(report)
-        return content if record is None else json.dumps({**data, "kvrag": [record]}).encode()
+        record = (data.get("kv_transfer_params") or {}).get("kvrag")
+        if not record:
+            with suppress(APIError, KVRagError):
+                record = (await self.ask(RECORD_S, report=report)).get("report")
+        if not record:
+            return content
+        details = (data.get("usage") or {}).get("prompt_tokens_details")
+        if details and "cached_tokens" in record:  # vLLM counts repaired rows, too
+            details["cached_tokens"] = record["cached_tokens"]
+        return json.dumps({**data, "kvrag": [record]}).encode()
 
-    async def _report(self, report: str) -> Any:
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Raise ``APIError`` if vLLM does not answer."""
         try:
-            return (await self.ask(RECORD_S, report=report)).get("report")
-        except (APIError, KVRagError):
-            return None
-
-    def _gone(self, error: Exception) -> APIError:
-        """Return the error of a request that vLLM does not answer."""
-        fault = self._fault() or f"vLLM does not answer ({type(error).__name__}); retry later"
-        return APIError(503, fault, "engine_gone", headers={"Retry-After": "1"})
-
-
-def error_of(told: Mapping[str, Any]) -> KVRagError:
-    """Return the error that the worker reports: its message, and the name of its class."""
-    kind = getattr(errors, str(told.get("code")), None)
-    if not (isinstance(kind, type) and issubclass(kind, KVRagError)):
-        kind = KVRagError
-    return kind(str(told["error"]))
-
-
-def _usage_of(event: bytes) -> dict[str, Any] | None:
-    """Return the data of an event that has the usage and no choices; ``None`` for others."""
-    if b'"choices":[]' not in event.replace(b" ", b"") or not event.startswith(b"data: "):
-        return None
-    data: dict[str, Any] = json.loads(event.removeprefix(b"data: "))
-    return data if data.get("usage") else None
-
-
-def _is(name: bytes, names: tuple[str, ...]) -> bool:
-    return name.decode("latin-1").lower() in names
+            yield
+        except httpx.TransportError as error:
+            fault = self._fault() or f"vLLM does not answer ({type(error).__name__}); retry later"
+            raise APIError(503, fault, "engine_gone", headers={"Retry-After": "1"}) from None
 
 
 def upstream_of(request: Request) -> Upstream:
