@@ -263,6 +263,7 @@ def test_a_cache_or_model_that_cannot_be_blended_is_refused(connector, setting):
         "external launcher": {"distributed_executor_backend": "external_launcher"},
         "shared among replicas": {"data_parallel_size": 2},
         "speculatively": {"speculative_config": "ngram"},
+        "leave out --offload-group-size": {"offload_group_size": 8},
         "full attention": {"specs": [None]},
         "one group": {"specs": [None, None]},
         "recompute": {"kv_load_failure_policy": "fail"},
