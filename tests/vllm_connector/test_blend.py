@@ -43,6 +43,7 @@ from kvrag.model.lock import ModelLock
 
 CHUNKS = [text.partition(": ")[2] for text in make_chunks(4, words=60)]
 FREE = Costs(((0.0,), (0.0,)), 1.0, 0.0, {}, "tokens")
+LAUNCHED = Costs(((16.0, 512.0), (50.0, 50.0)), 0.1, 0.0, {"request": 50.0})
 
 
 def blend(connector, setting, role="SCHEDULER", **extra) -> Any:
@@ -66,7 +67,8 @@ def about_of(connector, setting: Setting, **own: Any) -> Any:
 
 def scheduler_side(connector, setting: Setting, mode: str = "blend", **own: Any) -> Any:
     """The connector in vLLM's scheduler, which has heard of the worker's model."""
-    made = blend(connector, setting, mode=mode)
+    config = {"read_only": mode == "prefix", "kv_dtype": setting.engine.store_config.kv_dtype}
+    made = blend(connector, setting, mode=mode, store_config=config)
     messages = importlib.import_module("vllm_kvrag.messages")
     made.set_xfer_handshake_metadata({0: messages.Hello(about_of(connector, setting, **own))})
     return made
@@ -959,18 +961,31 @@ def test_an_option_that_is_gone_is_answered_with_the_remedy(connector, setting):
 def test_auto_prices_both_ways_by_the_same_forwards(connector, setting):
     """A forward whose launch takes all the time costs as much for a repair as for a prompt."""
     ids = prompt_of(setting, 2, 0, 3)
-    launched = Costs(((16.0, 512.0), (50.0, 50.0)), 0.1, 0.0, {"request": 50.0})
 
     def reason(costs: Costs) -> str | None:
         own = scheduler_side(connector, setting, costs=costs)
         own.get_num_new_matched_tokens(request_with(ids, mode="auto"), 0)
         return own._scheduler._decisions["r0"][1].reason
 
-    assert "repaired reuse would not pay: estimated" in str(reason(launched))
-    assert str(reason(launched)).endswith(
+    assert "repaired reuse would not pay: estimated" in str(reason(LAUNCHED))
+    assert str(reason(LAUNCHED)).endswith(
         f"to compute the {len(ids)} tokens that vLLM does not have"
     )
-    assert reason(replace(launched, forwards=((0.0,), (1.0,)), row=1.0, each={})) is None
+    assert reason(replace(LAUNCHED, forwards=((0.0,), (1.0,)), row=1.0, each={})) is None
+
+
+def test_escaped_documents_are_named(connector, setting):
+    """Whatever is reused, and beside what else is said."""
+    text = "\n".join(make_chunks(6, words=60)[4:])
+    setting.engine.precompute([text])
+    own = scheduler_side(connector, setting, costs=LAUNCHED)
+    ids = prompt_of(setting, 2, 0, question=repr(text))
+    said = [
+        finish_at_once(own, request_with(ids, number, mode=mode))["fallback_reason"]
+        for number, mode in enumerate(["auto", "prefix", "stitch"])
+    ]
+    assert ["chunks escaped" in each for each in said] == [True] * 3
+    assert "; repaired reuse would not pay" in said[0]
 
 
 def test_reports_of_two_workers_are_joined(connector):
