@@ -59,6 +59,7 @@ def test_a_connector_for_exact_beginnings_loads_no_other_rows(connector, setting
 
 @pytest.mark.parametrize("change", ["context", "rounded", "erased"])
 def test_what_is_not_exact_is_not_loaded(connector, setting, change):
+    """But blended, right behind its prefix, too."""
     engine, ids, stop = setting.engine, asks(setting, 2), len(stored_of(setting, 2))
     head = stop - len(engine.loaded.encoder.chunk_ids(CHUNKS[2]))
     engine.delete(list("abcd"))
@@ -77,6 +78,11 @@ def test_what_is_not_exact_is_not_loaded(connector, setting, change):
     assert count <= head < stop
     said = finish_at_once(own, request_with(ids, 1))["fallback_reason"]
     assert ("rounded to int8" in str(said)) == (change == "rounded")
+    own = scheduler_side(connector, made)
+    count, _ = own.get_num_new_matched_tokens(request_with(ids, mode="stitch"), 0)
+    assert count == (head if change == "erased" else len(ids) - 1)
+    alone = request_with([*ids[:head], *ids[stop:]], 1, mode="stitch")
+    assert own.get_num_new_matched_tokens(alone, 0)[0] <= head
     other.close()
 
 
