@@ -336,10 +336,8 @@ def test_no_request_finds_anothers_approximate_rows(connector, setting, seed):
     random = Random(seed)
     own = scheduler_side(connector, setting)
     mode = own._scheduler
-    mode._block_size, mode._planner = (
-        4,
-        Guessing(random, importlib.import_module("vllm_kvrag.planning")),
-    )
+    mode._block_size = 4
+    mode._planner = Guessing(random, importlib.import_module("vllm_kvrag.planning"))
     mode._private = type(mode._private)(4)
     scheduler = Scheduler(mode, num_blocks=random.choice([20, 30, 40]), size=4, random=random)
     heads = [[random.randrange(3) for _ in range(40)] for _ in range(2)]
@@ -348,15 +346,8 @@ def test_no_request_finds_anothers_approximate_rows(connector, setting, seed):
         if len(scheduler.requests) < 8 and number < 1400:
             ids = random.choice(heads)[: random.choice([1, 3, 22, 30, 38])]
             own_params = precompute("x") if random.random() < 0.1 else None
-            scheduler.add(
-                Request(
-                    f"r{number}",
-                    ids,
-                    random.randrange(1, 20),
-                    size=4,
-                    kv_transfer_params=own_params,
-                )
-            )
+            most = random.randrange(1, 20)
+            scheduler.add(Request(f"r{number}", ids, most, size=4, kv_transfer_params=own_params))
         scheduler.step()
         for request_id in list(scheduler.jobs):
             if random.random() < 0.4:
@@ -990,10 +981,8 @@ def test_escaped_documents_are_named(connector, setting):
 
 def test_reports_of_two_workers_are_joined(connector):
     messages = importlib.import_module("vllm_kvrag.messages")
-    assert messages.Ended({"a": None}).aggregate(messages.Ended({"b": {}})).said == {
-        "a": None,
-        "b": {},
-    }
+    both = messages.Ended({"a": None}).aggregate(messages.Ended({"b": {}}))
+    assert both.said == {"a": None, "b": {}}
 
 
 def test_facts_that_a_response_leaves_out_are_those_of_no_model():

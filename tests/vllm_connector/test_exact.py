@@ -18,6 +18,7 @@ from kvrag.errors import UnsupportedModelError, is_out_of_memory
 from kvrag.testing.models import save_tiny_model, tiny_model
 
 MODES = "auto", "prefix", "stitch"
+INT8 = {"quantization": "int8", "hf_config": SimpleNamespace(quantization_config={})}
 
 
 def stored_of(setting: Setting, number: int) -> list[int]:
@@ -252,16 +253,9 @@ def test_a_model_that_cannot_blend_gets_exact_beginnings_and_says_why(connector,
     ("changes", "is_stored"),
     [
         ({"quantization": None}, True),
-        ({"quantization": "int8", "hf_config": SimpleNamespace(quantization_config={})}, True),
+        (INT8, True),
         ({"quantization": "fp8"}, False),
-        (
-            {
-                "quantization": "int8",
-                "hf_config": SimpleNamespace(quantization_config={}),
-                "quantization_config": {"linear": {}},
-            },
-            False,
-        ),
+        (INT8 | {"quantization_config": {"linear": {}}}, False),
     ],
 )
 def test_weights_are_identified_as_they_were_loaded(connector, monkeypatch, changes, is_stored):
