@@ -193,6 +193,7 @@ def config_of(setting: Setting, **changes) -> SimpleNamespace:
             "data_parallel_size": 1,
             "is_moe_model": True,
             "speculative_config": None,
+            "offload_group_size": 0,
             "kv_load_failure_policy": "recompute",
             "is_kv_consumer": True,
             "kv_role": "kv_consumer",
@@ -210,6 +211,7 @@ def config_of(setting: Setting, **changes) -> SimpleNamespace:
     )
     one = SimpleNamespace(block_size=BLOCK, **own)
     parts = {"device_config": one, "model_config": one, "cache_config": one, "parallel_config": one}
+    parts |= {"offload_config": SimpleNamespace(prefetch=one)}
     return SimpleNamespace(
         kv_transfer_config=transfer, speculative_config=own["speculative_config"], **parts
     )

@@ -20,7 +20,7 @@ from kvrag.evaluate.calibrate import described, in_words
 from kvrag.identity.fingerprint import ids_digest, text_digest
 from kvrag.model.source import ModelSource
 from kvrag.precompute.library import Library
-from kvrag.prompt.explain import explain_plan
+from kvrag.prompt.explain import explain_plan, with_reason
 from kvrag.prompt.plan import Lookup, Plan
 from kvrag.prompt.plan_ids import plan_ids
 from kvrag.prompt.planner import KnownTexts, PromptPlanner
@@ -83,8 +83,12 @@ class ModelFacts:
 
     def said(self) -> dict[str, Any]:
         """Return the description for a response."""
-        own = {"fingerprint": self.fingerprint, "context": self.context, "refusal": self.fault}
-        return own | {"repair": described(self.repair)}
+        return {
+            "fingerprint": self.fingerprint,
+            "context": self.context,
+            "refusal": self.fault,
+            "repair": described(self.repair),
+        }
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> ModelFacts:
@@ -103,6 +107,10 @@ class Reuse(NamedTuple):
     plan: Plan
     layout: Layout
     price: Price
+
+    def reason(self, mode: Mode) -> str | None:
+        """Return why less is reused than a mode allows, if all KV loads, in the engine's words."""
+        return outcome_of(self.plan, mode, None)[1]
 
     def cost_of_rest(self, num_rows: int) -> float:
         """Return the cost of computing the rows after the first ``num_rows``."""
@@ -147,8 +155,9 @@ class StorePlanner:
         self.library = library
         self.encoder = encoder.with_variables(check_template_kwargs(chat_template_kwargs))
         store = library.store
-        texts = KnownTexts(store.catalog)
-        self.prompts = PromptPlanner(store, library.store_config, texts, self.encoder, *sizes)
+        self.prompts = PromptPlanner(
+            store, library.store_config, KnownTexts(store.catalog), self.encoder, *sizes
+        )
         self.prefixes = Prefixes(store)
         self.facts = ModelFacts()
         self._prefix = prefix
@@ -198,16 +207,19 @@ class StorePlanner:
             list[Ids](),
             what="the KV store",
         )
-        plan = plan_ids(ids, lookup, prefixes)
-        tier = self.library.store.name
-        stored = [(tier, len(identity.token_ids)) for identity in plan.identities]
-        # The process of the model has an encoder of its own.
-        sent = replace(plan, encoder=None)  # type: ignore[arg-type]
-        return Reuse(sent, lay_out(plan), Price(facts.costs, repair, facts.depth, stored))
+        plan = with_reason(plan_ids(ids, lookup, prefixes), lookup.scanner)
+        stored = [(self.library.store.name, len(each.token_ids)) for each in plan.identities]
+        return Reuse(
+            # The process of the model has an encoder of its own.
+            replace(plan, encoder=None),  # type: ignore[arg-type]
+            lay_out(plan),
+            Price(facts.costs, repair, facts.depth, stored),
+        )
 
     def _lookup(self, namespace: str | None, facts: ModelFacts) -> Lookup:
-        space = self.library.space_of(namespace)
-        return self.prompts.lookup(space, facts.fingerprint, facts.context)
+        return self.prompts.lookup(
+            self.library.space_of(namespace), facts.fingerprint, facts.context
+        )
 
 
 class ChunkFinder(KnownTexts):
@@ -217,8 +229,7 @@ class ChunkFinder(KnownTexts):
 
     def scanner(self, library: Library, namespace: str) -> SpanIndex:
         """Return the index of a namespace's texts, updated within the store's time budget."""
-        deadline = Deadline(library.store_config.load_timeout_s)
-        return self.of(library.space_of(namespace), deadline)
+        return self.of(library.space_of(namespace), Deadline(library.store_config.load_timeout_s))
 
 
 @dataclass(slots=True)
@@ -234,11 +245,11 @@ class Prefixes:
 
     def of(self, model: str, namespace: str) -> list[Ids]:
         """Return the prefixes of a model's chunks in a namespace."""
+        catalog = self.store.catalog
         with self._lock:
-            state = self.store.catalog.state()[:3]  # erasures, chunks, bytes
+            state = catalog.state()[:3]  # erasures, chunks, bytes
             if state != self._state and time.monotonic() >= self._next:
                 start = time.monotonic()
-                catalog = self.store.catalog
                 keys = catalog.keys()
                 seen = self._seen
                 self._seen = {

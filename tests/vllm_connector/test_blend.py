@@ -43,6 +43,7 @@ from kvrag.model.lock import ModelLock
 
 CHUNKS = [text.partition(": ")[2] for text in make_chunks(4, words=60)]
 FREE = Costs(((0.0,), (0.0,)), 1.0, 0.0, {}, "tokens")
+LAUNCHED = Costs(((16.0, 512.0), (50.0, 50.0)), 0.1, 0.0, {"request": 50.0})
 
 
 def blend(connector, setting, role="SCHEDULER", **extra) -> Any:
@@ -66,7 +67,8 @@ def about_of(connector, setting: Setting, **own: Any) -> Any:
 
 def scheduler_side(connector, setting: Setting, mode: str = "blend", **own: Any) -> Any:
     """The connector in vLLM's scheduler, which has heard of the worker's model."""
-    made = blend(connector, setting, mode=mode)
+    config = {"read_only": mode == "prefix", "kv_dtype": setting.engine.store_config.kv_dtype}
+    made = blend(connector, setting, mode=mode, store_config=config)
     messages = importlib.import_module("vllm_kvrag.messages")
     made.set_xfer_handshake_metadata({0: messages.Hello(about_of(connector, setting, **own))})
     return made
@@ -263,6 +265,7 @@ def test_a_cache_or_model_that_cannot_be_blended_is_refused(connector, setting):
         "external launcher": {"distributed_executor_backend": "external_launcher"},
         "shared among replicas": {"data_parallel_size": 2},
         "speculatively": {"speculative_config": "ngram"},
+        "leave out --offload-group-size": {"offload_group_size": 8},
         "full attention": {"specs": [None]},
         "one group": {"specs": [None, None]},
         "recompute": {"kv_load_failure_policy": "fail"},
@@ -333,10 +336,8 @@ def test_no_request_finds_anothers_approximate_rows(connector, setting, seed):
     random = Random(seed)
     own = scheduler_side(connector, setting)
     mode = own._scheduler
-    mode._block_size, mode._planner = (
-        4,
-        Guessing(random, importlib.import_module("vllm_kvrag.planning")),
-    )
+    mode._block_size = 4
+    mode._planner = Guessing(random, importlib.import_module("vllm_kvrag.planning"))
     mode._private = type(mode._private)(4)
     scheduler = Scheduler(mode, num_blocks=random.choice([20, 30, 40]), size=4, random=random)
     heads = [[random.randrange(3) for _ in range(40)] for _ in range(2)]
@@ -345,15 +346,8 @@ def test_no_request_finds_anothers_approximate_rows(connector, setting, seed):
         if len(scheduler.requests) < 8 and number < 1400:
             ids = random.choice(heads)[: random.choice([1, 3, 22, 30, 38])]
             own_params = precompute("x") if random.random() < 0.1 else None
-            scheduler.add(
-                Request(
-                    f"r{number}",
-                    ids,
-                    random.randrange(1, 20),
-                    size=4,
-                    kv_transfer_params=own_params,
-                )
-            )
+            most = random.randrange(1, 20)
+            scheduler.add(Request(f"r{number}", ids, most, size=4, kv_transfer_params=own_params))
         scheduler.step()
         for request_id in list(scheduler.jobs):
             if random.random() < 0.4:
@@ -969,26 +963,37 @@ def test_an_option_that_is_gone_is_answered_with_the_remedy(connector, setting):
 def test_auto_prices_both_ways_by_the_same_forwards(connector, setting):
     """A forward whose launch takes all the time costs as much for a repair as for a prompt."""
     ids = prompt_of(setting, 2, 0, 3)
-    launched = Costs(((16.0, 512.0), (50.0, 50.0)), 0.1, 0.0, {"request": 50.0})
 
     def reason(costs: Costs) -> str | None:
         own = scheduler_side(connector, setting, costs=costs)
         own.get_num_new_matched_tokens(request_with(ids, mode="auto"), 0)
         return own._scheduler._decisions["r0"][1].reason
 
-    assert "repaired reuse would not pay: estimated" in str(reason(launched))
-    assert str(reason(launched)).endswith(
+    assert "repaired reuse would not pay: estimated" in str(reason(LAUNCHED))
+    assert str(reason(LAUNCHED)).endswith(
         f"to compute the {len(ids)} tokens that vLLM does not have"
     )
-    assert reason(replace(launched, forwards=((0.0,), (1.0,)), row=1.0, each={})) is None
+    assert reason(replace(LAUNCHED, forwards=((0.0,), (1.0,)), row=1.0, each={})) is None
+
+
+def test_escaped_documents_are_named(connector, setting):
+    """Whatever is reused, and beside what else is said."""
+    text = "\n".join(make_chunks(6, words=60)[4:])
+    setting.engine.precompute([text])
+    own = scheduler_side(connector, setting, costs=LAUNCHED)
+    ids = prompt_of(setting, 2, 0, question=repr(text))
+    said = [
+        finish_at_once(own, request_with(ids, number, mode=mode))["fallback_reason"]
+        for number, mode in enumerate(["auto", "prefix", "stitch"])
+    ]
+    assert ["chunks escaped" in each for each in said] == [True] * 3
+    assert "; repaired reuse would not pay" in said[0]
 
 
 def test_reports_of_two_workers_are_joined(connector):
     messages = importlib.import_module("vllm_kvrag.messages")
-    assert messages.Ended({"a": None}).aggregate(messages.Ended({"b": {}})).said == {
-        "a": None,
-        "b": {},
-    }
+    both = messages.Ended({"a": None}).aggregate(messages.Ended({"b": {}}))
+    assert both.said == {"a": None, "b": {}}
 
 
 def test_facts_that_a_response_leaves_out_are_those_of_no_model():

@@ -18,6 +18,7 @@ from kvrag.errors import UnsupportedModelError, is_out_of_memory
 from kvrag.testing.models import save_tiny_model, tiny_model
 
 MODES = "auto", "prefix", "stitch"
+INT8 = {"quantization": "int8", "hf_config": SimpleNamespace(quantization_config={})}
 
 
 def stored_of(setting: Setting, number: int) -> list[int]:
@@ -47,7 +48,9 @@ def test_a_connector_for_exact_beginnings_loads_no_other_rows(connector, setting
     own = scheduler_side(connector, setting, mode="prefix")
     repaired, exact = prompt_of(setting, 2, 0, 3), asks(setting, 2)
     for number, mode in enumerate(MODES):
-        assert own.get_num_new_matched_tokens(request_with(repaired, number, mode=mode), 0)[0] == 0
+        said = finish_at_once(own, request_with(repaired, number, mode=mode))
+        assert said["fallback_reason"] == "no stored KV for the head of this prompt"
+        assert said["computed_tokens"] == len(repaired)
         job = job_of(own, request_with(exact, 10 + number, mode=mode))
         assert (job.repair, job.start, job.stop) == (None, 0, len(stored_of(setting, 2)))
     assert not own._scheduler._private
@@ -57,7 +60,8 @@ def test_a_connector_for_exact_beginnings_loads_no_other_rows(connector, setting
 
 @pytest.mark.parametrize("change", ["context", "rounded", "erased"])
 def test_what_is_not_exact_is_not_loaded(connector, setting, change):
-    engine, stop = setting.engine, len(stored_of(setting, 2))
+    """But blended, right behind its prefix, too."""
+    engine, ids, stop = setting.engine, asks(setting, 2), len(stored_of(setting, 2))
     head = stop - len(engine.loaded.encoder.chunk_ids(CHUNKS[2]))
     engine.delete(list("abcd"))
     options: dict[str, Any] = {
@@ -69,9 +73,17 @@ def test_what_is_not_exact_is_not_loaded(connector, setting, change):
     assert not other.precompute(CHUNKS, ids=list("abcd")).failed
     if change == "erased":
         other.delete(["c"])
-    own = scheduler_side(connector, Setting(other, setting.model), mode="prefix")
-    count, _ = own.get_num_new_matched_tokens(request_with(asks(setting, 2)), 0)
+    made = Setting(other, setting.model)
+    own = scheduler_side(connector, made, mode="prefix")
+    count, _ = own.get_num_new_matched_tokens(request_with(ids), 0)
     assert count <= head < stop
+    said = finish_at_once(own, request_with(ids, 1))["fallback_reason"]
+    assert ("rounded to int8" in str(said)) == (change == "rounded")
+    own = scheduler_side(connector, made)
+    count, _ = own.get_num_new_matched_tokens(request_with(ids, mode="stitch"), 0)
+    assert count == (head if change == "erased" else len(ids) - 1)
+    alone = request_with([*ids[:head], *ids[stop:]], 1, mode="stitch")
+    assert own.get_num_new_matched_tokens(alone, 0)[0] <= head
     other.close()
 
 
@@ -241,16 +253,9 @@ def test_a_model_that_cannot_blend_gets_exact_beginnings_and_says_why(connector,
     ("changes", "is_stored"),
     [
         ({"quantization": None}, True),
-        ({"quantization": "int8", "hf_config": SimpleNamespace(quantization_config={})}, True),
+        (INT8, True),
         ({"quantization": "fp8"}, False),
-        (
-            {
-                "quantization": "int8",
-                "hf_config": SimpleNamespace(quantization_config={}),
-                "quantization_config": {"linear": {}},
-            },
-            False,
-        ),
+        (INT8 | {"quantization_config": {"linear": {}}}, False),
     ],
 )
 def test_weights_are_identified_as_they_were_loaded(connector, monkeypatch, changes, is_stored):

@@ -210,6 +210,11 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
             vllm_config.speculative_config is None,
             "it decodes speculatively, and a draft model has layers of its own",
         ),
+        (
+            vllm_config.offload_config.prefetch.offload_group_size == 0,
+            "its weights are copied layer by layer for one forward at a time; leave out "
+            "--offload-group-size",
+        ),
         (is_full, "its cache is not one group of full attention"),
         # A chunk may be erased or found damaged after the scheduler has counted its tokens.
         (

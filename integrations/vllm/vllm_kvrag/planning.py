@@ -130,21 +130,29 @@ class Planner:
         reuse = self._reuse(ids, asked.namespace, about, repair)
         plan = reuse.plan
         layout = reuse.layout
-        # An exact head ends where the live segment behind it begins.
-        num_exact = layout.only_exact_head().segments[-1].start if plan.kv_dtype == "auto" else 0
-        exact = Decision("none", about.only_exact or _why_not(reuse))
+        # Rounded rows equal no full prefill's.
+        num_exact = 0
+        rows = layout.reused
+        if plan.kv_dtype == "auto":
+            # An exact head ends where the live segment behind it begins.
+            num_exact = layout.only_exact_head().segments[-1].start
+            rows = layout.stale
+        reason = about.only_exact or reuse.reason(asked.mode)
+        exact = Decision("none", reason)
         if num_exact > num_computed:
-            exact = replace(exact, kind="exact", stop=num_exact, num_exact=num_exact, plan=plan)
-        if asked.mode == "prefix" or all(s.stop <= num_computed for s in layout.stale):
+            exact = Decision("exact", reason, num_exact, num_exact, plan)
+        # A rounded prefix alone is left to vLLM, which shares its own among all requests.
+        if asked.mode == "prefix" or all(
+            s.kind == "prefix" or s.stop <= num_computed for s in rows
+        ):
             return exact
         if asked.mode == "auto":
-            reason = self._refusal(reuse, max(num_exact, num_computed))
-            if reason is not None:
-                return replace(exact, reason=reason)
+            refusal = self._refusal(reuse, max(num_exact, num_computed))
+            if refusal is not None:
+                return replace(exact, reason="; ".join(filter(None, (reason, refusal))))
         # The rows before are computed, if they are not loaded.
-        first = (layout.stale if plan.kv_dtype == "auto" else layout.reused)[0]
         return Decision(
-            "blend", plan.fault, len(ids) - 1, max(first.start, num_computed), plan, repair
+            "blend", reason, len(ids) - 1, max(rows[0].start, num_computed), plan, repair
         )
 
     def _reuse(self, *asked: Any) -> Reuse:
@@ -175,9 +183,3 @@ class Planner:
             f"repaired reuse would not pay: estimated {words(cost)}, and {words(other)} to compute "
             f"the {total - num_rows} tokens that vLLM does not have"
         )
-
-
-def _why_not(reuse: Reuse) -> str | None:
-    if reuse.plan.fault is not None:
-        return reuse.plan.fault
-    return None if reuse.layout.reused else "no stored KV for this prompt"
