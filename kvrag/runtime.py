@@ -9,6 +9,7 @@ cancelled and joined first, and forwards end at their next layer (:func:`leave_a
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import logging
 import os
@@ -108,7 +109,7 @@ def own_modes(function: Callable[P, T]) -> Callable[P, T]:
 
     Autocast would change the numbers that are stored and answered, and a default device the place
     of new tensors. Switches of the whole process, which other threads need, are part of the model's
-    identity.
+    identity. At its end the thread leaves the cores to others (:func:`end_team`).
     """
 
     @functools.wraps(function)
@@ -116,6 +117,7 @@ def own_modes(function: Callable[P, T]) -> Callable[P, T]:
         import torch  # commands that need no model start without it
 
         with ExitStack() as stack:
+            stack.callback(end_team)
             for device in filter(torch.is_autocast_enabled, AUTOCASTING):
                 stack.enter_context(torch.autocast(device, enabled=False))
             if torch.get_default_device().type != "cpu":
@@ -123,6 +125,19 @@ def own_modes(function: Callable[P, T]) -> Callable[P, T]:
             return function(*values, **options)
 
     return run
+
+
+def end_team() -> None:
+    """End this thread's OpenMP team, unless a GPU computes; the next loop makes a new one.
+
+    A team idles as long as its thread lives. While all teams have more threads than there are
+    cores, their threads sleep after each loop, and are woken for the next.
+    """
+    import torch
+
+    if torch.get_num_threads() > 1 and not torch.cuda.is_initialized():
+        with suppress(OSError, AttributeError):  # it is another OpenMP
+            ctypes.CDLL("libgomp.so.1").omp_pause_resource_all(1)
 
 
 class Runtime:

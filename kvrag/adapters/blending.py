@@ -116,8 +116,9 @@ class Blending:
         Raises ``StoreError`` if none can be read, or the model's weights have changed.
         """
         self.check(plan)
-        timeout_s = self.engine.store_config.load_timeout_s
-        found = self.engine.store.get_many(plan.identities, timeout_s=timeout_s)
+        found = self.engine.store.get_many(
+            plan.identities, timeout_s=self.engine.store_config.load_timeout_s
+        )
         if all(isinstance(each, Hole) for each in found):
             raise StoreError("its stored KV is gone, or could not be read in time")
         return Chunks(dict(zip(plan.identities, found, strict=True)))

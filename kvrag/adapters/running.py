@@ -16,7 +16,7 @@ from kvrag.identity.model import LiveIdentity, describe, weights_digest
 from kvrag.identity.weights import keep_name
 from kvrag.model.forward import Attentions, Forward, StopForward
 from kvrag.model.lm import CausalLM, LoadedModel
-from kvrag.model.load import LOADED, origin_of
+from kvrag.model.load import LOADED, keep_freed_memory, origin_of
 from kvrag.model.plain import auto_class, regime_limit
 from kvrag.model.rope import NO_ROTATION, MakeTables, RotaryTables, Rotation, complex_product
 from kvrag.model.rows import EVERYTHING, LayerShape, Reach
@@ -111,17 +111,18 @@ class EngineLM(CausalLM):
             if error > tolerance(keys):
                 raise UnsupportedModelError(f"no rotary table explains the keys of layer {index}")
             own = LayerShape(*shape)
-            traits = LayerTraits(
-                own,
-                own,
-                rotation,
-                source=None,
-                reach=reach,
-                is_latent=False,
-                expands=False,
-                modules=(index,),
+            self.traits.append(
+                LayerTraits(
+                    own,
+                    own,
+                    rotation,
+                    source=None,
+                    reach=reach,
+                    is_latent=False,
+                    expands=False,
+                    modules=(index,),
+                )
             )
-            self.traits.append(traits)
         self._attentions = list[Any](self.traits)
         reaches = {id(each): each.reach for each in self.traits}
         self._switch = Attentions(self.device, reaches, [*reaches][-1:])
@@ -190,6 +191,7 @@ def load_made(
         like: Any = auto_class(config).from_config(config, dtype=lm.dtype)
     tokenizer = source.load_tokenizer()
     weights = (origin_of(source, like) if is_stored else None) or weights_digest(held)
+    keep_freed_memory(lm.device.type)
     lm.model.held = held  # a change of its weights is noticed
     found = describe(like, tokenizer, weights)
     if found.quantisation:  # the engine's products round otherwise than transformers' do
@@ -208,8 +210,15 @@ def _error(rotation: Rotation, keys: torch.Tensor, positions: torch.Tensor) -> f
 
 def _rotation(name: str, tables: MakeTables, is_neighbours: bool) -> Rotation:
     cos, _ = tables(torch.zeros(1, dtype=torch.int64))
-    apply = complex_product if is_neighbours else _halves
-    return Rotation(name, tables, apply, float(cos[0, 0]), 2 * cos.shape[1], 0, False)
+    return Rotation(
+        name,
+        tables,
+        complex_product if is_neighbours else _halves,
+        float(cos[0, 0]),
+        2 * cos.shape[1],
+        0,
+        False,
+    )
 
 
 def _halves(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -90,8 +90,7 @@ def _load(source: ModelSource, make_encoder: Callable[[Any, Any], Any] | None) -
     is_given = isinstance(source.model, PreTrainedModel)
     model, tokenizer = _load_parts(source)
     lm = accept(model)
-    if lm.device.type == "cpu":
-        _keep_freed_memory()
+    keep_freed_memory(lm.device.type)
     # Identified after a first forward, in which quantised layers may repack their weights and
     # adapters unmerge.
     with Progress(f"identifying the weights of {_label(source)}"):
@@ -158,18 +157,18 @@ def _load_weights(source: ModelSource) -> PreTrainedModel:
 
 
 @cache
-def _keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next forward.
+def keep_freed_memory(device: str) -> None:
+    """Make glibc keep freed memory for the next forward on a CPU.
 
     Page faults of fresh memory are a visible part of a prefill on a CPU. A server returns what is
     free from time to time (:mod:`kvrag_server.app`). Other allocators are left alone, and so is a
     process that sets glibc's own variables.
     """
-    if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
-        return
-    # malloc.h: trim threshold, top pad, mmap threshold.
-    for option, value in ((-1, 2**31 - 1), (-2, 2**28), (-3, 2**25)):
-        ctypes.CDLL(None).mallopt(option, value)
+    is_set = any(name.startswith("MALLOC_") for name in os.environ)
+    if device == "cpu" and platform.libc_ver()[0] == "glibc" and not is_set:
+        # malloc.h: trim threshold, top pad, mmap threshold.
+        for option, value in ((-1, 2**31 - 1), (-2, 2**28), (-3, 2**25)):
+            ctypes.CDLL(None).mallopt(option, value)
 
 
 def origin_of(source: ModelSource, model: PreTrainedModel) -> str | None:

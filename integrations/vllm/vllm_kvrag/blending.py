@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvrag import KVRagError, RepairConfig, StoreError
-from kvrag.adapters import Blending
+from kvrag.adapters import Blending, end_team
 
 if TYPE_CHECKING:
     from vllm_kvrag.own import VllmLM
@@ -190,6 +190,8 @@ class Blender:
     def rest(self, wait_s: float) -> None:
         """Let other threads use the model; with jobs, for ``wait_s`` seconds, or until one ends."""
         self._blending.lm.lock.num_prompts = len(self._running)
+        if wait_s:
+            end_team()
         self._turn.rest(partial(self._await, wait_s if self._running else 0.0))
 
     def _await(self, wait_s: float) -> None:
@@ -254,6 +256,7 @@ class Blender:
                 type(error).__name__,
                 error,
             )
+        end_team()
         if job.precompute is None:
             self._room.release()
         self._done.put((job, said))
@@ -294,10 +297,10 @@ class Blender:
             report = self.adapted[job.adapter].engine.precompute(**given)
         except KVRagError as error:
             return {"error": str(error), "code": type(error).__name__}
-        except TypeError as error:  # a name that precompute does not have
-            return {"error": f"precompute: {error}", "code": "InputError"}
         except Exception as error:  # out of memory, a full disk
-            return {"error": f"precompute: {error}", "code": type(error).__name__}
+            # A name that precompute does not have is a TypeError.
+            code = "InputError" if isinstance(error, TypeError) else type(error).__name__
+            return {"error": f"precompute: {error}", "code": code}
         return {"precompute": asdict(report)}
 
 
