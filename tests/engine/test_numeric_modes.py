@@ -1,8 +1,11 @@
 """The caller's modes of torch that change numbers: switched off inside kvrag, or a part of the identity."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,3 +184,19 @@ def test_the_switches_of_cuda_count_for_the_dtypes_that_they_change():
             assert looks(torch.float32) == "torch.float32, products in tf32"
         finally:
             setattr(torch.backends.cuda.matmul, name, before)
+
+
+COUNTS_THREADS = """
+import os, torch
+from kvrag.runtime import own_modes
+torch.set_num_threads(2)
+count = lambda: len(os.listdir("/proc/self/task"))
+alone = count()
+print(own_modes(lambda: (torch.ones(2**20) * 2, count()))()[1] - alone, count() - alone)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_who_has_computed_leaves_no_idle_threads():
+    command = [sys.executable, "-c", COUNTS_THREADS]
+    assert subprocess.check_output(command, text=True, timeout=120).split() == ["1", "0"]
