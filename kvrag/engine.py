@@ -298,7 +298,7 @@ class KVRagEngine(Library):
         key = given.key
         with cls._shared_lock:
             engine = cls._shared.get(key)
-            if engine is None or engine._is_closed:
+            if not engine or engine._is_closed:
                 engine = cls._shared[key] = cls(given)
             cls._recent.pop(engine, None)
             cls._recent[engine] = None
@@ -478,12 +478,17 @@ class KVRagEngine(Library):
         """
         wanted: list[ChunkIdentity | ChunkKey] = []
         if texts:
-            prompt: list[str | Chunk] = [
-                self.prefix_text,
-                *map(Chunk, [texts] if isinstance(texts, str) else texts),
-            ]
             wanted += self._answering.plan(
-                self._resolved(PrefillRequest(prompt=prompt, mode="full", namespace=namespace))
+                self._resolved(
+                    PrefillRequest(
+                        [  # type: ignore[arg-type]  # mypy takes a mixed list for list[object]
+                            self.prefix_text,
+                            *map(Chunk, [texts] if isinstance(texts, str) else texts),
+                        ],
+                        mode="full",
+                        namespace=namespace,
+                    )
+                )
             ).identities
         if keys:
             wanted += chosen_keys(
@@ -651,9 +656,9 @@ class KVRagEngine(Library):
         """Query-time half of the engine; loads the model."""
         with self._lock:
             loaded = self.loaded
-            if self._query_side is None:
+            if not self._query_side:
                 self._gate.admit(loaded)
-                loaded = self.loaded  # closed meanwhile?
+                loaded = self.loaded  # unless it was closed meanwhile
                 config = self.store_config
                 if config.on_miss == "store" and loaded.lm.refusal is None:
                     self._write_back = WriteBack(loaded, self.store, config, self.context_ids)
@@ -669,14 +674,15 @@ class KVRagEngine(Library):
 
         The clock records the time to load the model, if it was not loaded, and to prepare.
         """
-        with clock.stage("load_model", least_s=NOTABLE_S):
-            self.loaded  # noqa: B018 - loads it
+        if not self._loaded:
+            with clock.stage("load_model", least_s=NOTABLE_S):
+                self.loaded  # noqa: B018 - loads it
         with clock.stage("prepare", least_s=NOTABLE_S):
             return self._resolved(asked), self._answering
 
     def _resolved(self, asked: PrefillRequest) -> Request:
         """Fill in the engine's own options where a request gives none."""
-        space = self.space_of(asked.namespace)
+        space = self.space if asked.namespace is None else self.space_of(asked.namespace)
         return Request(
             asked.prompt,
             asked.mode,
