@@ -154,11 +154,12 @@ class EngineOptions:
     def in_memory(self) -> EngineOptions:
         """Return the options of an engine on the same model that keeps its KV in memory."""
         own = copy(self)
-        given = self.store_config
         own.kv_dir = None
         own.namespace = "default"
         own.store_config = StoreConfig(
-            kv_dtype=given.kv_dtype, min_chunk_tokens=given.min_chunk_tokens, ram_bytes=2**62
+            kv_dtype=self.store_config.kv_dtype,
+            min_chunk_tokens=self.store_config.min_chunk_tokens,
+            ram_bytes=2**62,
         )
         return own
 
@@ -296,8 +297,9 @@ class KVRagEngine(Library):
         given = EngineOptions(model, **options)
         key = given.key
         with cls._shared_lock:
-            engine = cls._shared.get(key) or cls(given)
-            cls._shared[key] = engine
+            engine = cls._shared.get(key)
+            if not engine or engine._is_closed:
+                engine = cls._shared[key] = cls(given)
             cls._recent.pop(engine, None)
             cls._recent[engine] = None
             if len(cls._recent) > MAX_KEPT:
@@ -324,16 +326,18 @@ class KVRagEngine(Library):
         """Model and tokenizer; loads them at first use."""
         _check_process()
         with self._lock:
-            if self._is_closed:
+            loaded = self._loaded
+            if not loaded and not self._is_closed:
+                loaded = self._loaded = load(self.source, make_encoder=PromptEncoder)
+                on_accelerator(self.store, loaded.lm.device, self.store_config)
+                self.repair  # noqa: B018 - reads the kept profile now, not in a request
+            if not loaded or self._is_closed:  # a close does not wait for a load
+                self._loaded = None
                 raise ModelError(
                     "this engine is closed; make another one with KVRagEngine.from_pretrained() or "
                     "get()"
                 )
-            if self._loaded is None:
-                self._loaded = load(self.source, make_encoder=PromptEncoder)
-                on_accelerator(self.store, self._loaded.lm.device, self.store_config)
-                self.repair  # noqa: B018 - reads the kept profile now, not in a request
-            return self._loaded
+            return loaded
 
     @property
     def repair(self) -> RepairConfig:
@@ -407,12 +411,10 @@ class KVRagEngine(Library):
 
         Prompts and precompute raise :class:`ModelError` afterwards.
         """
+        self._is_closed = True
         with self._shared_lock:
             self._recent.pop(self, None)
-            for key in [k for k, engine in self._shared.items() if engine is self]:
-                del self._shared[key]
         super().close()
-        self._is_closed = True
         self._loaded = self._query_side = self._write_back = None
         self._kept_prefix.clear()
 
@@ -476,12 +478,17 @@ class KVRagEngine(Library):
         """
         wanted: list[ChunkIdentity | ChunkKey] = []
         if texts:
-            prompt: list[str | Chunk] = [
-                self.prefix_text,
-                *map(Chunk, [texts] if isinstance(texts, str) else texts),
-            ]
             wanted += self._answering.plan(
-                self._resolved(PrefillRequest(prompt=prompt, mode="full", namespace=namespace))
+                self._resolved(
+                    PrefillRequest(
+                        [  # type: ignore[arg-type]  # mypy takes a mixed list for list[object]
+                            self.prefix_text,
+                            *map(Chunk, [texts] if isinstance(texts, str) else texts),
+                        ],
+                        mode="full",
+                        namespace=namespace,
+                    )
+                )
             ).identities
         if keys:
             wanted += chosen_keys(
@@ -498,7 +505,7 @@ class KVRagEngine(Library):
 
         Return ``False`` if ``timeout_s`` seconds pass before that.
         """
-        return self._write_back is None or self._write_back.flush(timeout_s)
+        return not self._write_back or self._write_back.flush(timeout_s)
 
     @contextmanager
     def erasing(self, space: str | None) -> Iterator[None]:
@@ -510,7 +517,7 @@ class KVRagEngine(Library):
             try:
                 yield
             finally:
-                if self._query_side is not None:
+                if self._query_side:
                     self._query_side.forget(space)
 
     @parameters_of(AnswerRequest)
@@ -563,8 +570,9 @@ class KVRagEngine(Library):
 
         Logits are float32 ``(vocab,)`` on the CPU.
         """
-        asked = PrefillRequest(prompt=prompt, **options)
-        request, answering = self._prepared(clock := Clock(), asked)
+        request, answering = self._prepared(
+            clock := Clock(), PrefillRequest(prompt=prompt, **options)
+        )
         with answering.prefilled(request, max_new_tokens=1, clock=clock) as (_, done):
             logits = done.logits.float()
         ttft_ms = (time.perf_counter() - clock.start) * 1e3
@@ -581,8 +589,9 @@ class KVRagEngine(Library):
 
         Return the logits ``(T, vocab)`` that predict its tokens, and the tokens' mean loss in nats.
         """
-        asked = ScoreRequest(prompt=prompt, continuation=continuation, **options)
-        request, answering = self._prepared(clock := Clock(), asked)
+        request, answering = self._prepared(
+            clock := Clock(), ScoreRequest(prompt=prompt, continuation=continuation, **options)
+        )
         ids = self.loaded.encoder.continuation_ids(continuation, self.loaded.lm.vocab_size)
         with (
             answering.prefilled(request, max_new_tokens=len(ids), clock=clock) as (_, done),
@@ -605,10 +614,14 @@ class KVRagEngine(Library):
         """
         asked = PrefillRequest(prompt=prompt, **options)
         request = self._resolved(asked)
-        given = asked.repair_config or self._options.repair
         return replace(
             self._answering.explain(request),
-            repair=in_words(request.repair, "given" if given else self.profile[1] or "default"),
+            repair=in_words(
+                request.repair,
+                "given"
+                if asked.repair_config or self._options.repair
+                else self.profile[1] or "default",
+            ),
         )
 
     verify = verify_prompts
@@ -622,17 +635,14 @@ class KVRagEngine(Library):
         requests (if kept) and every tier, the pool of KV (if forwards are recorded), and the
         current load.
         """
-        extra = {} if self._write_back is None else {"write_back": self._write_back.stats()}
-        if self._query_side is not None and self._query_side.histories.max_bytes:
-            extra["histories"] = self._query_side.histories.stats()
-        extra |= pool_stats(self._loaded)
-        tiers = {name: Figures(asdict(tier)) for name, tier in self.store.stats().items()}
-        return {
-            **self._stats.snapshot(),
-            **extra,
-            "load": self.load._asdict(),
-            "store": tiers,
-        }
+        found = self._stats.snapshot() | pool_stats(self._loaded)
+        if self._write_back:
+            found["write_back"] = self._write_back.stats()
+        if self._query_side and self._query_side.histories.max_bytes:
+            found["histories"] = self._query_side.histories.stats()
+        found["load"] = self.load._asdict()
+        found["store"] = {name: Figures(asdict(of)) for name, of in self.store.stats().items()}
+        return found
 
     @property
     def load(self) -> Load:
@@ -646,8 +656,9 @@ class KVRagEngine(Library):
         """Query-time half of the engine; loads the model."""
         with self._lock:
             loaded = self.loaded
-            if self._query_side is None:
+            if not self._query_side:
                 self._gate.admit(loaded)
+                loaded = self.loaded  # unless it was closed meanwhile
                 config = self.store_config
                 if config.on_miss == "store" and loaded.lm.refusal is None:
                     self._write_back = WriteBack(loaded, self.store, config, self.context_ids)
@@ -663,7 +674,7 @@ class KVRagEngine(Library):
 
         The clock records the time to load the model, if it was not loaded, and to prepare.
         """
-        if self._loaded is None:
+        if not self._loaded:
             with clock.stage("load_model", least_s=NOTABLE_S):
                 self.loaded  # noqa: B018 - loads it
         with clock.stage("prepare", least_s=NOTABLE_S):

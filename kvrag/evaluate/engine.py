@@ -23,7 +23,6 @@ class Engine(Protocol):
     source: ModelSource
     store_config: StoreConfig
     profile: tuple[str, Any]
-    history_bytes: int
 
     @property
     def loaded(self) -> LoadedModel: ...

@@ -10,6 +10,7 @@ from typing import Any
 from kvrag.config import Repair
 from kvrag.errors import InputError
 from kvrag.evaluate.engine import Engine
+from kvrag.generate.pipeline import WITHOUT_HISTORIES
 from kvrag.metrics import MAX_MEAN_KL, MIN_TOP1, kl_divergence
 from kvrag.progress import Progress, check_show
 from kvrag.prompt.template import Prompt
@@ -64,8 +65,8 @@ def verify_prompts(
         "chat_template_kwargs": chat_template_kwargs,
     }
     rows = []
-    kept = engine.history_bytes
-    engine.history_bytes = 0  # an exact answer to the same prompt would hide the repair
+    # An exact answer to the same prompt would hide the repair.
+    hidden = WITHOUT_HISTORIES.set(True)
     try:
         with Progress("verifying", len(prompts), unit="prompts", show=show_progress) as progress:
             for prompt in prompts:
@@ -73,7 +74,7 @@ def verify_prompts(
                 progress.advance()
         repaired = engine.explain(prompts[-1], mode=mode, **options).repair
     finally:
-        engine.history_bytes = kept
+        WITHOUT_HISTORIES.reset(hidden)
     is_reused = is_any_reused(rows)
     mean_kl, top1, greedy = (
         fmean(getattr(row, name) for row in rows) for name in ("kl", "top1", "greedy")

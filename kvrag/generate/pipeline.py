@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -43,6 +44,9 @@ from kvrag.store.tiers import ERASURES
 from kvrag.types import Explanation, GenerationResult, Mode
 
 logger = logging.getLogger(__name__)
+
+# Whether requests of this thread neither find nor keep KV of earlier requests.
+WITHOUT_HISTORIES = ContextVar("WITHOUT_HISTORIES", default=False)
 
 
 @dataclass(slots=True)
@@ -166,7 +170,9 @@ class QueryPipeline:
             )
 
         with clock.waiting(room_for(self.loaded, admitted, cancel)) as run:
-            done = _retried(attempt, admitted.mode, self._release)
+            done = _retried(
+                attempt, admitted.mode, lambda: self.store.release() + self.histories.release()
+            )
             try:
                 yield admitted, done
             finally:
@@ -257,7 +263,7 @@ class QueryPipeline:
         The key changes with every erasure, by any process, so KV from before is not found, and is
         dropped here. ``None``: no KV is kept, or the catalog does not tell in time what was erased.
         """
-        if not self.histories.max_bytes:
+        if WITHOUT_HISTORIES.get() or not self.histories.max_bytes:
             return None
         namespace = request.namespace
         erased = deadline.ask(
@@ -273,9 +279,12 @@ class QueryPipeline:
         rows = [*done.token_ids, *answer[:-1]]  # no forward has seen the last token
         request = admitted.request
         space: Any = admitted.space
-        is_off = space is None or request.mode == "full"
-        # too long for reuse, or rows have left a sliding window
-        if is_off or reason_against_history(self.loaded.lm, len(rows), self._state_bytes):
+        if (
+            space is None
+            or request.mode == "full"
+            # too long for reuse, or rows have left a sliding window
+            or reason_against_history(self.loaded.lm, len(rows), self._state_bytes)
+        ):
             return
         try:
             layers, snapshots = done.kept()
@@ -298,9 +307,6 @@ class QueryPipeline:
         except (RuntimeError, MemoryError) as error:
             self.histories.clear()
             logger.warning("the KV of a finished request could not be kept (%s)", error)
-
-    def _release(self) -> int:
-        return self.store.release() + self.histories.release()
 
     def answer(
         self,

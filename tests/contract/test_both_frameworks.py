@@ -122,9 +122,18 @@ def test_the_next_turn_of_a_chat_goes_on_with_the_last(kind, make, tmp_path):
 
 @accounting
 @pytest.mark.parametrize("given", [None, {"history_bytes": "64MB"}])
-def test_a_check_measures_reuse_although_the_prompt_was_answered_exactly(kind, given, make):
-    model = make(kind, store_config=given)
-    chunks = make_chunks(3)
+def test_a_check_measures_reuse_although_the_prompt_was_answered_exactly(
+    kind, given, make, monkeypatch
+):
+    """Chats beside it keep their KV."""
+    model, chunks = make(kind, store_config=given), make_chunks(3)
+    real = model.engine.prefill
+
+    def beside_a_chat(*args: Any, **options: Any) -> Any:
+        assert model.engine.history_bytes > 0
+        return real(*args, **options)
+
+    monkeypatch.setattr(model.engine, "prefill", beside_a_chat)
     model.precompute_kv(chunks)
     asked = [{"role": "user", "content": "\n\n".join([*chunks[::-1], PROMPT])}]
     first = model.engine.verify([asked], mode="stitch").rows

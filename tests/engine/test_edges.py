@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import textwrap
 from itertools import takewhile
+from operator import attrgetter
 
 import pytest
 import torch
@@ -290,3 +291,14 @@ def test_an_engine_that_was_closed_says_so_and_loads_nothing_again(engine):
             use()
     with pytest.raises(ModelError, match="this engine is closed"):
         list(engine.stream("Who?"))
+
+
+@pytest.mark.parametrize("step", ["load", "QuantiseCheck.admit"])
+def test_an_engine_that_is_closed_while_its_model_loads_holds_none(engine, step, monkeypatch):
+    real = attrgetter(step)(kvrag.engine)
+    monkeypatch.setattr(
+        f"kvrag.engine.{step}", lambda *args, **given: engine.close() or real(*args, **given)
+    )
+    with pytest.raises(ModelError, match="this engine is closed"):
+        engine.generate("Who?")
+    assert engine._loaded is engine._query_side is None

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -304,12 +305,21 @@ def test_requests_that_precompute_hold_up_no_others(shared, http, monkeypatch):
     monkeypatch.setattr(
         engine, "precompute", lambda *args, **options: gate.wait(60) and real(*args, **options)
     )
-    body = {"documents": [{"text": "The keeper counts the ships that came by night. " * 8}]}
+    register = engine.store.register
+    monkeypatch.setattr(engine.store, "register", lambda *a: time.sleep(0.3) or register(*a))
+    text = "The keeper counts the ships that came by night. " * 8
+
+    def send(number):
+        body = {"documents": [{"id": str(number), "text": text}], "collection": "ships"}
+        return http.post("/v1/kv/precompute", json=body)
+
     with ThreadPoolExecutor(80) as pool:
-        sent = [pool.submit(http.post, "/v1/kv/precompute", json=body) for _ in range(80)]
+        sent = [pool.submit(send, number) for number in range(80)]
         until(lambda: precomputes.running == 4 and precomputes.waiting == 70)
         assert http.get("/v1/kv/stats", timeout=5).status_code == 200
         assert http.get("/v1/kv/documents", timeout=5).status_code == 200
         assert http.post("/v1/chat/completions", json=ASK, timeout=20).status_code == 200
         gate.set()
         assert Counter(each.result(60).status_code for each in sent) == {200: 74, 503: 6}
+    found = http.get("/v1/kv/documents", params={"collection": "ships"}).json()["data"]
+    assert len(found) == 74, "what is refused leaves nothing"

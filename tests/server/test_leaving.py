@@ -1,5 +1,6 @@
 """Clients that leave, read nothing, come too often, or come again."""
 
+import asyncio
 import concurrent.futures
 import json
 import socket
@@ -209,6 +210,21 @@ def test_timeouts_wait_in_the_queue_too_and_are_counted(engine, steps):
         steps.gate.set()
         until(lambda: samples(url, "kvrag_request_timeouts_total") == 2)
         first.close()
+
+
+async def test_a_request_that_the_end_of_the_server_cuts_off_may_be_sent_again(app, monkeypatch):
+    begun, gate = threading.Event(), threading.Event()
+    monkeypatch.setattr(app.state.service.engine, "stats", lambda: begun.set() or gate.wait(20))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        asked = asyncio.create_task(http.get("/v1/kv/stats"))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        asked.cancel("in the words of another library")
+        cut_off = await asked
+    gate.set()
+    assert (cut_off.status_code, cut_off.json()["error"]["code"]) == (503, "draining")
+    assert "another replica" in cut_off.json()["error"]["message"]
 
 
 def test_what_leaves_the_store_is_counted_by_tier_and_reason(url, http, engine):

@@ -11,13 +11,15 @@ import threading
 
 import httpx
 import pytest
+import uvicorn
 from server_kit import served
+from starlette.applications import Starlette
 from typer.testing import CliRunner
 
 from kvrag import ConfigError, KVRagEngine
 from kvrag.cli.app import app
 from kvrag_server import ServerConfig
-from kvrag_server.command import bound
+from kvrag_server.command import _server_of, bound
 
 
 @pytest.fixture
@@ -110,6 +112,17 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(monkeypatch):
     said = " ".join(result.output.split())
     assert f"127.0.0.1:{port}" in said
     assert "--port" in said
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_port_that_is_taken_while_the_model_loads_is_said(loop):
+    late_app = Starlette()
+    late_app.state.invitation = "ask it"
+    config = uvicorn.Config(late_app, loop=loop, log_config=None)
+    with bound("127.0.0.1", 0) as late, bound(*late.getsockname()) as first:
+        first.listen()
+        with pytest.raises(ConfigError, match=r"can't listen.*another --port"):
+            _server_of(config, late_app).run([late])
 
 
 def test_an_address_that_is_not_here_is_said():

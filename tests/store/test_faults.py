@@ -186,8 +186,9 @@ def test_a_closed_store_has_nothing_and_takes_nothing(store, root):
         lambda: store.delete([KEYS[1]]),
         store.clear,
         lambda: store.forget(NAMESPACE, "x"),
+        lambda: store.catalog.documents(NAMESPACE),
     ):
-        with pytest.raises(StoreError, match="closed"):
+        with pytest.raises(StoreError, match="the KV store is closed; open it again"):
             change()
     assert not store.link(ME, text=None, doc_id=None)
     assert files(root) == [1]

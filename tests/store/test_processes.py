@@ -41,6 +41,17 @@ store.close()
 """
 
 
+LEAVER = """
+import os, sys
+from stores import config_of, fill
+from kvrag.store import open_store
+stores = fill(open_store(None, config_of()), 0), open_store(sys.argv[1], config_of(read_only=True))
+if child := os.fork():
+    os.waitpid(child, 0)
+    print(sum(name.startswith("kvrag-") for name in os.listdir(os.environ["TMPDIR"])))
+"""
+
+
 def write_all(store, name):
     """Write every chunk in an order of one's own, and return how many weren't there yet."""
     order = list(range(len(IDENTITIES)))
@@ -91,6 +102,14 @@ def test_stores_of_one_process_see_what_another_writes_and_closes(opened, root, 
         subprocess.run([sys.executable, "-c", VISITOR, root, str(number)], cwd=HERE, check=True)
     fill(mine, 3)
     assert present(mine) == present(copy) == present(again) == [0, 1, 2, 3]
+
+
+def test_what_stores_keep_beside_a_directory_goes_at_exit(opened, root, tmp_path):
+    """It holds the names of documents. A forked child that ends leaves it to its parent."""
+    fill(opened(), 0)
+    there, command = {**os.environ, "TMPDIR": str(tmp_path)}, [sys.executable, "-c", LEAVER, root]
+    assert int(subprocess.check_output(command, cwd=HERE, env=there)) == 2
+    assert not list(tmp_path.glob("kvrag-*"))
 
 
 def test_a_store_opened_before_a_fork_says_in_the_child_where_to_open_it(opened, caplog):

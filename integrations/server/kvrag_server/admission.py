@@ -9,8 +9,10 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+
+from fastapi.concurrency import run_in_threadpool
 
 from kvrag_server.errors import APIError
 
@@ -46,7 +48,7 @@ class Admission:
             raise self._refusal(
                 "the server is shutting down; retry later, or use another replica", "draining"
             )
-        if self._slots.locked() and self.waiting >= self._max_waiting:
+        if self._of_tenant.total() >= self._max_running + self._max_waiting:
             raise self._refusal(
                 f"{self.running} requests run and {self.waiting} wait; retry later",
                 "overloaded",
@@ -67,11 +69,18 @@ class Admission:
         return APIError(status, message, code, headers={"Retry-After": str(self.retry_after_s)})
 
     @asynccontextmanager
-    async def slot(self, tenant: str | None = None) -> AsyncIterator[None]:
-        """Wait for a slot, and keep it until the context ends."""
+    async def slot(
+        self, tenant: str | None = None, first: Callable[[], object] | None = None
+    ) -> AsyncIterator[None]:
+        """Wait for a slot, and keep it until the context ends.
+
+        ``first`` runs in a thread before the wait, unless the request is refused.
+        """
         self.check(tenant)
         self._of_tenant[tenant or ""] += 1
         try:
+            if first:
+                await run_in_threadpool(first)
             async with self._slots:
                 start = time.monotonic()
                 self.running += 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import logging
 import logging.config
-import os
 import signal
 import socket
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from types import FrameType
 from typing import Annotated, Any, Literal
 
@@ -163,29 +163,40 @@ def bound(host: str, port: int) -> socket.socket:
     The socket does not listen yet, so clients are refused instead of kept waiting while the model
     loads.
     """
-    try:
+    with _listening(host, port):
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
         )[0]
         made = socket.socket(family, kind, protocol)
-        if os.name == "posix":
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             made.bind(address)
         except OSError:
             made.close()
             raise
+    return made
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[None]:
+    """Raise ``ConfigError`` if a step on the way to listen at an address fails."""
+    try:
+        yield
     except OSError as error:
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         remedy = "pass another --host"
         if error.errno == errno.EADDRINUSE:
             remedy = "stop what listens there, or pass another --port (0: any that is free)"
         elif error.errno == errno.EACCES:
             remedy = "pass a --port above 1023"
         raise ConfigError(
-            f"kvrag serve can't listen at {where}: {error.strerror or error}; {remedy}"
+            f"kvrag serve can't listen at {_shown(host)}:{port}: {error.strerror or error}; "
+            f"{remedy}"
         ) from None
-    return made
+
+
+def _shown(host: str) -> str:
+    """Return a host as in an address."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _server_of(options: Any, app: Any) -> Any:
@@ -198,14 +209,15 @@ def _server_of(options: Any, app: Any) -> Any:
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
+            host, port = sockets[0].getsockname()[:2]
+            # Since it was bound, another server may listen there, of which uvloop says nothing.
+            with sockets[0].dup() as same, _listening(host, port):
+                await super().startup(sockets)
+                same.listen(self.config.backlog)
             if self.started:
-                host, port = self.servers[0].sockets[0].getsockname()[:2]
                 if host in ("0.0.0.0", "::"):
                     host = "localhost"
-                elif ":" in host:
-                    host = f"[{host}]"
-                logger.info("%s: http://%s:%d/", app.state.invitation, host, port)
+                logger.info("%s: http://%s:%d/", app.state.invitation, _shown(host), port)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             app.state.service.admission.is_draining = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
@@ -27,11 +28,9 @@ async def precompute(body: PrecomputeRequest, request: Request) -> JsonObject:
     ids = [document.id for document in body.documents]
     items = IndexRequest(texts, ids=ids, collection=body.collection).items()
     service.admission.check(tenant)  # a server that shuts down, or has too much to answer
-    service.precomputes.check(tenant)
     # When the request comes, because a deletion may come while it waits for a slot.
-    store = service.engine.store
-    await run_in_threadpool(items.announce, store, store.names.namespace(namespace))
-    async with service.precomputes.slot(tenant):
+    announce = partial(items.announce, service.engine.store, service.engine.space_of(namespace))
+    async with service.precomputes.slot(tenant, announce):
         report = await run_in_threadpool(
             service.engine.precompute,
             texts,

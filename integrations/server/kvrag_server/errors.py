@@ -7,7 +7,7 @@ import json
 import logging
 import traceback
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -46,10 +46,12 @@ _STATUS: tuple[tuple[Any, int, str], ...] = (
     (MissingDependencyError, 501, "not_installed"),
     (asyncio.TimeoutError, 504, "timeout"),
     (ClientDisconnect, 499, "client_left"),
+    (asyncio.CancelledError, 503, "draining"),
 )
 _WORDS = {
     "timeout": "the answer took too long; ask for fewer tokens",
     "client_left": "the client left",
+    "draining": "the server shut down before the answer; retry later, or use another replica",
 }
 _TYPES = {
     401: "authentication_error",
@@ -111,9 +113,7 @@ def as_api_error(error: BaseException) -> APIError:
         return error
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
-            return APIError(
-                status, respelt(str(error), _NAMES) or _WORDS.get(code, "the request failed"), code
-            )
+            return APIError(status, _WORDS.get(code) or respelt(str(error), _NAMES), code)
     own = str(error) if isinstance(error, KVRagError) else None
     # Messages of other libraries may quote the prompt, so the log has only type and traceback.
     logger.error(
@@ -126,20 +126,14 @@ def as_api_error(error: BaseException) -> APIError:
     )
 
 
-async def _on_error(request: Request, error: Exception) -> JSONResponse:
-    api_error = as_api_error(error)
-    request.state.record.code = api_error.code
-    return api_error.response
+async def _on_invalid(_: Request, error: Any) -> NoReturn:
+    """Raise the first fault of a body, with 400: OpenAI's clients know no 422."""
+    raise refusal(error.errors(), error.body)
 
 
-async def _on_invalid(request: Request, error: Any) -> JSONResponse:
-    """Answer 400 with the first fault of a body: OpenAI's clients know no 422."""
-    return await _on_error(request, refusal(error.errors(), error.body))
-
-
-async def _on_http(request: Request, error: Any) -> JSONResponse:
+async def _on_http(_: Request, error: Any) -> NoReturn:
     if isinstance(error.__cause__, APIError):  # raised while FastAPI read the body
-        return await _on_error(request, error.__cause__)
+        raise error.__cause__
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
     sentence = f"{error.detail}; /docs lists the endpoints"
     if error.status_code == 404:
@@ -149,7 +143,7 @@ async def _on_http(request: Request, error: Any) -> JSONResponse:
         )
     elif error.status_code == 400:  # of FastAPI, which could not decode the body
         sentence = "the body is no text in UTF-8; send one JSON object"
-    return await _on_error(request, APIError(error.status_code, sentence, code))
+    raise APIError(error.status_code, sentence, code)
 
 
 def refusal(errors: Iterable[Mapping[str, Any]], body: Any) -> APIError:
@@ -199,8 +193,6 @@ def _shown(value: Any) -> str:
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Make an application answer all errors in OpenAI's shape."""
+    """Make an application raise its framework's errors as those that the gate answers."""
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
-    for kind in (APIError, KVRagError, asyncio.TimeoutError):
-        app.add_exception_handler(kind, _on_error)

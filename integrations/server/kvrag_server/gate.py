@@ -5,6 +5,7 @@ It is plain ASGI, because responses are streamed.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
@@ -68,7 +69,7 @@ class Gate:
             self._check_host(scope, headers)
             state["tenant"] = record.tenant = self._tenant(scope["path"], headers)
             await self._app(scope, self._limited(headers, receive), send_named)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             if record.status:  # the response has begun; uvicorn closes the unfinished connection
                 record.ended = "client_too_slow" if _is_too_slow(error) else "broken_off"
             if record.ended != "client_too_slow":

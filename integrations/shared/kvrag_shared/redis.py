@@ -351,7 +351,7 @@ class RedisRows:
 
     def _rows(self, names: Sequence[str]) -> dict[str, str | None]:
         if self._is_closed:
-            raise OSError("the store is closed")
+            raise StoreError("the KV store is closed; open it again")
         return dict(zip(names, names and self._fetch(names), strict=True))
 
     def _look(self, action: Callable[[], T], default: T) -> T:

@@ -100,10 +100,11 @@ class Database:
         source: Path | None = None,
         durable: bool = True,
     ) -> None:
-        self._private = ""
+        # Removes a private directory: at a close, and else with this, or at exit.
+        self._remove: Any = None
         if folder is None:
-            self._private = tempfile.mkdtemp(prefix="kvrag-")
-            folder = Path(self._private, "catalog")
+            folder = Path(tempfile.mkdtemp(prefix="kvrag-"), "catalog")
+            self._remove = weakref.finalize(self, _remove, folder.parent, os.getpid())
             durable = False
         self.folder = folder
         self._source = source
@@ -138,7 +139,7 @@ class Database:
         """
         with suppress(OSError):
             disk = os.statvfs(self.folder)
-            return not self._private and (
+            return not self._remove and (
                 disk.f_bavail * disk.f_frsize < ROOM or bool(disk.f_flag & os.ST_RDONLY)
             )
         return False
@@ -168,8 +169,8 @@ class Database:
     def close(self) -> None:
         """Close the database, and remove a private directory."""
         self.let_go()
-        if self._private:
-            shutil.rmtree(self._private, ignore_errors=True)
+        if self._remove:
+            self._remove()
 
     def _files(self) -> object:
         """Return the identity of the files: device and inode; of a source, also its last change."""
@@ -215,17 +216,23 @@ class Database:
         """
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(mode=0o700, parents=True)
-        files = [source / name for name in FILES]
-        files = [file for file in files if file.is_file() and not file.is_symlink()]
+        files = map(source.joinpath, FILES)
+        found = [file for file in files if file.is_file() and not file.is_symlink()]
         try:
             # In a process of its own: SQLite's locks on a file end where a process closes it.
-            subprocess.run(["cp", *files, self.folder], check=True, capture_output=True)
+            subprocess.run(["cp", *found, self.folder], check=True, capture_output=True)
         except (
             OSError,
             subprocess.SubprocessError,
         ):  # no such program, or its error is raised here
-            for file in files:
+            for file in found:
                 shutil.copyfile(file, self.folder / file.name)
+
+
+def _remove(private: Path, process: int) -> None:
+    """Remove a directory; a fork leaves it to the process that made it."""
+    if process == os.getpid():
+        shutil.rmtree(private, ignore_errors=True)
 
 
 def open_table(
@@ -361,7 +368,9 @@ class RowTable:
         """
         # Not by iterkeys(), which sorts all remaining names for every hundred names.
         return self._look(
-            lambda cache: sorted(name[len(prefix) :] for name in cache if name.startswith(prefix)),
+            lambda cache: sorted(
+                name.removeprefix(prefix) for name in cache if name.startswith(prefix)
+            ),
             [],
         )
 
@@ -442,7 +451,7 @@ class RowTable:
 
     def _current(self) -> Opened:
         if self._is_closed:
-            raise OSError("the store is closed")
+            raise StoreError("the KV store is closed; open it again")
         return self._database.current(self._begun)
 
     def _begun(self, opened: Opened, is_other: bool) -> None:
