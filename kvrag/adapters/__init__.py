@@ -29,7 +29,6 @@ from kvrag.precompute.encode import check_context
 from kvrag.progress import Progress, tell_short
 from kvrag.prompt.template import Prompt, PromptEncoder
 from kvrag.prompt.tokenizer import UnreadableTextError, check_encodable
-from kvrag.runtime import end_team
 
 __all__ = [
     "AdapterOptions",
@@ -56,7 +55,6 @@ __all__ = [
     "check_context",
     "check_encodable",
     "config_class",
-    "end_team",
     "load_made",
     "parameters_of",
     "place",

@@ -22,7 +22,7 @@ from kvrag.model.lock import Clock
 from kvrag.model.rows import KVBuffer, Pair, Rows
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.prompt.plan import Plan
-from kvrag.runtime import Cancel
+from kvrag.runtime import Cancel, end_team, own_modes
 from kvrag.store.memory import Loaded
 from kvrag.types import ChunkIdentity, ChunkKV, Hole
 
@@ -51,6 +51,8 @@ class Blending:
     ``write`` takes keys and values of a prompt's rows, layer by layer, as they are complete.
     """
 
+    leave_cores = staticmethod(end_team)
+
     def __init__(self, engine: KVRagEngine) -> None:
         self.engine = engine
         self.lm = engine.loaded.reusable
@@ -75,8 +77,7 @@ class Blending:
     def logits(self, ids: Tensor) -> Tensor:
         """Return the logits of all tokens of a prompt, computed in full."""
         count = len(ids)
-        rows = Rows.span(0, count)
-        return self.lm.forward(ids, rows, self.lm.buffer(count), logits=count)[0][0]
+        return self.lm.forward(ids, Rows.span(0, count), self.lm.buffer(count), logits=count)[0][0]
 
     def stored_difference(self) -> str | None:
         """Return how stored KV differs from what the model computes; ``None`` if it doesn't.
@@ -123,6 +124,7 @@ class Blending:
             raise StoreError("its stored KV is gone, or could not be read in time")
         return Chunks(dict(zip(plan.identities, found, strict=True)))
 
+    @own_modes
     def repair(
         self,
         plan: Plan,

@@ -146,8 +146,8 @@ def page_locked(num_bytes: int) -> Tensor:
             address = array.ctypes.data
             error = _ask("Register", address, num_bytes, PORTABLE)
             if not error:
-                end = weakref.finalize(array, _unlock, places[-1], address)
-                end.atexit = False  # the driver may be gone
+                # Not at exit: the driver may be gone.
+                weakref.finalize(array, _unlock, places[-1], address).atexit = False
                 return torch.from_numpy(array)
             if error not in TAKEN:
                 break

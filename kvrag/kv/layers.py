@@ -244,8 +244,10 @@ def own_kv(kv: ChunkKV, device: torch.device | str, *, copy: bool = False) -> Ch
     dtype = kv.layers[0].dtype
     for run in runs_alike([(layer.keys.shape, layer.values.shape) for layer in kv.layers]):
         whole = together(kv.layers[run.start : run.stop], device, copy=copy)
-        columns = [stack.unbind() for stack in whole.tensors]
-        layers += map(partial(layer_of, dtype), zip(*columns, strict=True))
+        layers += map(
+            partial(layer_of, dtype),
+            zip(*[stack.unbind() for stack in whole.tensors], strict=True),
+        )
     return ChunkKV(tuple(layers))
 
 
@@ -354,8 +356,10 @@ def _stretches(
             stop += 1
         # A view of the bytes, whatever the tensors' dtypes and shapes.
         source = torch.empty(0, dtype=torch.uint8, device=memory.device)
-        offset = begin - memory.data_ptr()
-        yield place, source.set_(memory, offset, (end - begin,))  # type: ignore[call-overload]
+        yield (
+            place,
+            source.set_(memory, begin - memory.data_ptr(), (end - begin,)),  # type: ignore[call-overload]
+        )
         first = stop
 
 

@@ -86,10 +86,9 @@ class WriteBack:
         Drops them if the queue has no room, after a failure (:data:`RETRY_S`), or once closed.
         """
         with self._changed:
-            room = MAX_WAITING - self._num_waiting()
             if (
                 self.closed.is_set()
-                or len(missed.chunks) > room
+                or len(missed.chunks) + self._num_waiting() > MAX_WAITING
                 or time.monotonic() < self._not_before
             ):
                 self._counts["dropped"] += len(missed.chunks)
@@ -119,10 +118,10 @@ class WriteBack:
     def stats(self) -> dict[str, int]:
         """Return chunk counts: ``stored``, ``skipped``, ``failed``, ``dropped``, ``waiting``."""
         with self._changed:
-            counts = {
-                name: self._counts[name] for name in ("stored", "skipped", "failed", "dropped")
+            return {
+                "waiting": self._num_waiting(),
+                **{name: self._counts[name] for name in ("stored", "skipped", "failed", "dropped")},
             }
-            return counts | {"waiting": self._num_waiting()}
 
     def _num_waiting(self) -> int:
         return sum(len(missed.chunks) for missed in self._waiting)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvrag import KVRagError, RepairConfig, StoreError
-from kvrag.adapters import Blending, end_team
+from kvrag.adapters import Blending
 
 if TYPE_CHECKING:
     from vllm_kvrag.own import VllmLM
@@ -191,7 +191,7 @@ class Blender:
         """Let other threads use the model; with jobs, for ``wait_s`` seconds, or until one ends."""
         self._blending.lm.lock.num_prompts = len(self._running)
         if wait_s:
-            end_team()
+            self._blending.leave_cores()
         self._turn.rest(partial(self._await, wait_s if self._running else 0.0))
 
     def _await(self, wait_s: float) -> None:
@@ -256,7 +256,6 @@ class Blender:
                 type(error).__name__,
                 error,
             )
-        end_team()
         if job.precompute is None:
             self._room.release()
         self._done.put((job, said))

@@ -116,8 +116,9 @@ class SplitLM(VllmLM):
             return found
 
     def _compute(self, ids: torch.Tensor, positions: Any, logits: int, rows: Any = None) -> Any:
-        shared = SharedRows(self, positions.to(self.device), rows)
-        return super().compute(ids.to(self.device), shared, logits)
+        return super().compute(
+            ids.to(self.device), SharedRows(self, positions.to(self.device), rows), logits
+        )
 
     def _write(self, layer: int, slots: Any, shapes: Any, wholes: Any = None) -> None:
         room = wholes or [torch.empty(x, dtype=self.dtype, device=self.device) for x in shapes]

@@ -38,8 +38,11 @@ class SchedulerSide:
         option = vllm_config.kv_transfer_config.get_from_extra_config
         model = vllm_config.model_config
         # As the worker's: the revision is of the tokenizer in the model's own repository.
-        tokenizer = None if model.tokenizer == model.model else model.tokenizer
-        source = ModelSource(model.model, tokenizer, model.revision)
+        source = ModelSource(
+            model.model,
+            None if model.tokenizer == model.model else model.tokenizer,
+            model.revision,
+        )
         self._is_exact = is_exact
         self._library = Library(
             option("kv_dir", None),

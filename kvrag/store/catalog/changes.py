@@ -360,8 +360,12 @@ class Catalog(Hits):
             if not left.refs:
                 left = left._replace(keys=[])
                 for key, chunk in self._chunks(text.keys):  # another text keeps it
-                    others = [digest for digest in chunk.digests if digest != text.entry.digest]
-                    self._rows.set(f"c {key}", chunk._replace(digests=others))
+                    self._rows.set(
+                        f"c {key}",
+                        chunk._replace(
+                            digests=[x for x in chunk.digests if x != text.entry.digest]
+                        ),
+                    )
             self._settle(namespace, left)
         self._keep(
             self._document(namespace, doc_id),
