@@ -154,8 +154,9 @@ class EngineRows:
 
     def attend(self, layer: int, query: torch.Tensor, scores: Mapping[str, Any]) -> torch.Tensor:
         """Attend over the rows of the layer that was written last."""
-        module = id(self._traits[layer])
-        found = self._forward.attend(module, self._by_head(query), *self._pair, scores)
+        found = self._forward.attend(
+            id(self._traits[layer]), self._by_head(query), *self._pair, scores
+        )
         return found.transpose(1, 2).flatten(0, 1)
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
