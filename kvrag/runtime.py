@@ -135,7 +135,8 @@ def end_team() -> None:
     """
     import torch
 
-    if torch.get_num_threads() > 1 and not torch.cuda.is_initialized():
+    computes_here = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if computes_here and torch.get_num_threads() > 1:
         with suppress(OSError, AttributeError):  # it is another OpenMP
             ctypes.CDLL("libgomp.so.1").omp_pause_resource_all(1)
 
