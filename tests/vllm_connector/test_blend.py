@@ -882,13 +882,16 @@ def test_said_counts_what_vllm_had(connector):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_on_a_cpu_vllm_sleeps_while_it_waits(connector, setting, monkeypatch, device):
+    done = []
     name = "vllm.distributed.device_communicators.shm_broadcast"
     waiting = importlib.import_module(name).SpinCondition
-    read = []
-    monkeypatch.setattr(waiting, "record_read", read.append, raising=False)
+    monkeypatch.setattr(
+        waiting, "wait", lambda _, timeout_ms: done.append(timeout_ms), raising=False
+    )
+    monkeypatch.setattr(time, "sleep", lambda _: done.append("slept"))
     connect(connector, setting, device_type=device)
-    waiting.record_read("now")
-    assert read == ([] if device == "cpu" else ["now"])
+    waiting.__new__(waiting).wait(timeout_ms=7)
+    assert done == (["slept", 7] if device == "cpu" else [7])
 
 
 def test_only_a_step_without_a_forward_waits_for_jobs(connector, setting):

@@ -70,8 +70,8 @@ class KVRagConnector(KVConnectorBase_V1):
             sleep_while_waiting()
         self._is_worker = role == KVConnectorRole.WORKER
         # In blend mode the worker writes what clients precompute.
-        reads = mode == "prefix" or not self._is_worker
-        given = option("store_config", {"read_only": True} if reads else None)
+        writes = self._is_worker and mode == "blend"
+        given = option("store_config", None if writes else {"read_only": True})
         config = as_config(StoreConfig, given, option="store_config") or StoreConfig()
         if self._is_worker:
             self._worker = WorkerSide(vllm_config, kv_cache_config, config)

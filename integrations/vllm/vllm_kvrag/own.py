@@ -8,6 +8,7 @@ quantised weights, experts and kernels are vLLM's.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
@@ -34,6 +35,9 @@ from kvrag.adapters import EngineLM, ModelSource, load_made
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+NAP_S = 3e-4  # far less than a step on a CPU
 
 
 class VllmLM(EngineLM):
@@ -302,11 +306,12 @@ class StandIn:
 
 
 def sleep_while_waiting() -> None:
-    """Let this process of vLLM's sleep while it waits for another one, which takes microseconds.
+    """Let this process of vLLM's sleep while it waits for another one.
 
-    Else it spins for a second first, on a core that the other computes with.
+    Else it spins for a second first, on a core that the other one computes with.
     """
-    SpinCondition.record_read = lambda _: None
+    wait = SpinCondition.wait
+    SpinCondition.wait = lambda *given, **limit: time.sleep(NAP_S) or wait(*given, **limit)
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:

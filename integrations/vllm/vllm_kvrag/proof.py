@@ -41,8 +41,7 @@ def why_different(lm: VllmLM, cache: KVCacheConfig, blending: Blending) -> str |
             f"({type(error).__name__}: {str(error)[:200]})"
         )
     limit = QUANTISED if lm.is_quantised else LIMITS[lm.dtype]
-    kl_div = torch.nn.functional.kl_div
-    loss = float(kl_div(found, wanted, reduction="batchmean", log_target=True))
+    loss = float(torch.nn.functional.kl_div(found, wanted, reduction="batchmean", log_target=True))
     if loss <= limit:
         return None
     return (

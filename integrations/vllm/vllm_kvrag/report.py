@@ -71,5 +71,4 @@ class Metrics(KVConnectorPromMetrics):
         labels = self.per_engine_labelvalues[engine_idx]
         for name, count in transfer_stats_data.items():
             kind, _, label = name.partition("_")
-            counter = self._tokens if kind == "tokens" else self._requests
-            counter.labels(*labels, label).inc(count)
+            (self._tokens if kind == "tokens" else self._requests).labels(*labels, label).inc(count)

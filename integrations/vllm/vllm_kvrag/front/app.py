@@ -125,8 +125,9 @@ async def ready(request: Request) -> JSONResponse:
 
 async def metrics(request: Request) -> Response:
     """Return the front's metrics for Prometheus, and vLLM's."""
-    registry = desk_of(request).metrics.registry.restricted_registry(COUNTED)
-    own = await run_in_threadpool(generate_latest, registry)
+    own = await run_in_threadpool(
+        generate_latest, desk_of(request).metrics.registry.restricted_registry(COUNTED)
+    )
     return Response(own + await upstream_of(request).metrics(), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -186,8 +186,8 @@ class Child:
         if self.code is None:
             return None
         self._copying.join(1.0)
-        cause = cause_of(b"".join(self._said).decode(errors="replace"))
-        return f"vLLM has ended (exit code {self.code}): {cause}"
+        said = b"".join(self._said).decode(errors="replace")
+        return f"vLLM has ended (exit code {self.code}): {cause_of(said)}"
 
     def wait(self, client: httpx.Client) -> None:
         """Wait until the server answers; raise ``KVRagError`` if it ends before that."""
