@@ -240,7 +240,7 @@ def room_for(
     if lm.refusal is None and (lm.recorded or lm.device.type == "cuda"):
         pool = pool_of(lm)
         if lm.recorded is not None:  # the plan has just looked at the weights
-            lm.recorded.hold_for(loaded.identity.portable)
+            lm.recorded.hold_for((loaded.identity.portable, loaded.identity.seen.notes))
     num_bytes = kv_bytes(loaded, min(sum(size), lm.context_window))
     slots = capacity_of(lm, *size, admitted.slides)
     return scheduler_of(loaded).reservation(num_bytes, cancel, pool=pool, slots=slots)

@@ -155,7 +155,7 @@ class Recordings:
         return kv
 
     def hold_for(self, weights: object) -> None:
-        """Drop all recordings unless they were made with weights of this digest."""
+        """Drop all recordings unless they were made with weights of this content and place."""
         if weights != self._weights:
             with self._model.lock:
                 self._made.clear()

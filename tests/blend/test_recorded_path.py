@@ -295,6 +295,19 @@ def recorded(engine) -> KVRagEngine:
     return engine
 
 
+def test_weights_that_move_are_recorded_anew(recorded):
+    """Their digest stays, but a recording reads them where they were."""
+    model, made = recorded.loaded.lm.model, recorded.loaded.lm.recorded._made
+    recorded.prefill(PROMPT, mode="full")
+    kept = [*made.values()][0].inputs
+    recorded.prefill(PROMPT, mode="full")
+    assert [*made.values()][0].inputs is kept
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+    recorded.prefill(PROMPT, mode="full")
+    assert [*made.values()][0].inputs is not kept
+
+
 @pytest.mark.parametrize("leave", ["close", "cancel", "drop"])
 def test_a_stream_that_is_left_gives_its_slots_back(recorded, leave):
     pool = recorded.loaded.lm.recorded.pool
