@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from kvrag.errors import is_out_of_memory
 from kvrag.kv.buffers import pinned
 from kvrag.kv.pool import ALIGNED, KVPool, pool_share
 from kvrag.model.rows import KVBuffer, Rows
@@ -94,11 +95,15 @@ class Graphs:
 
 
 class _Recording(NamedTuple):
-    """A recorded forward: its input tensors, its shift if any, and its replay."""
+    """A recorded forward: its input tensors, its shift if any, and its replay.
+
+    Without ``lasts`` it is launched this time, and recorded the next time.
+    """
 
     inputs: Tensor
     shifts: list[Any]
     replay: Callable[[], Found]
+    lasts: bool
 
 
 class Recordings:
@@ -119,7 +124,7 @@ class Recordings:
         self._model = model
         self._record = record or Graphs(model.device)
         self._made = dict[Form, _Recording]()
-        self._functions = dict[object, tuple[list[Tensor], Callable[[], Tensor]]]()
+        self._functions = dict[object, tuple[list[Tensor], Callable[[], Tensor], bool]]()
         self._refused = set[tuple[Any, ...]]()
         self._overlaps = True
         self._weights: object = None
@@ -204,11 +209,12 @@ class Recordings:
 
     def _recording(self, shape: Form, makes: Sequence[Callable[[], Any]]) -> _Recording:
         """Return the recording of a form, and keep it as the latest of the :data:`MOST` latest."""
-        known = self._made.pop(shape, None)
-        self._made[shape] = self._recorded(shape, makes) if known is None else known
+        known = self._made.pop(shape, None) or self._recorded(shape, makes)
+        if known.lasts:
+            self._made[shape] = known
         if len(self._made) > MOST:
             del self._made[next(iter(self._made))]
-        return self._made[shape]
+        return known
 
     def _recorded(self, shape: Form, makes: Sequence[Callable[[], Any]]) -> _Recording:
         """Record a form, with rows of no request and shifts by nothing."""
@@ -236,7 +242,7 @@ class Recordings:
             )
 
         kind = shape.waits, shape.mass_rows > 0, shape.shifted > 0
-        return _Recording(inputs, shifts, self._replay_of(compute, kind))
+        return _Recording(inputs, shifts, *self._replay_of(compute, kind))
 
     def run(self, function: Callable[..., Tensor], *given: Tensor, **constants: int) -> Tensor:
         """Call a function by a recording of it, made for tensors of these shapes and constants.
@@ -247,32 +253,39 @@ class Recordings:
         with self._model.lock:
             if key not in self._functions:
                 inputs = [x.clone() for x in given]
-                self._functions[key] = (
-                    inputs,
-                    self._replay_of(partial(function, *inputs, **constants), key),
-                )
-            inputs, replay = self._functions[key]
+                compute = partial(function, *inputs, **constants)
+                self._functions[key] = inputs, *self._replay_of(compute, key)
+            inputs, replay, lasts = self._functions[key]
+            if not lasts:
+                del self._functions[key]
             for own, x in zip(inputs, given, strict=True):
                 own.copy_(x)
             return replay().clone()
 
-    def _replay_of(self, compute: Callable[[], Out], kind: tuple[Any, ...]) -> Callable[[], Out]:
-        """Record a function; if its kind can't be recorded, return it, which is then launched."""
-        if kind in self._refused:
-            return compute
+    def _replay_of(
+        self, compute: Callable[[], Out], kind: tuple[Any, ...]
+    ) -> tuple[Callable[[], Out], bool]:
+        """Record a function; if its kind can't be recorded, return it, which is then launched.
+
+        Also returns whether that lasts: not if memory was short.
+        """
+        lasts = True
         start = time.perf_counter()
         try:
-            return self._record(compute)
-        except RuntimeError as error:  # an operation can't be recorded, or memory is short
+            if kind not in self._refused:
+                return self._record(compute), lasts
+        except RuntimeError as error:
             logger.warning(
                 "a forward of this model can't be recorded (%s); it is launched, kernel by kernel",
                 error,
             )
-            self._refused.add(kind)
-            self._overlaps &= kind[0] is not True
-            return compute
+            lasts = not is_out_of_memory(error)
+            if lasts:
+                self._refused.add(kind)
+                self._overlaps &= kind[0] is not True
         finally:
             self.seconds += time.perf_counter() - start
+        return compute, lasts
 
 
 def pool_of(model: CausalLM) -> KVPool | None:

@@ -136,6 +136,20 @@ def test_what_cannot_be_recorded_is_launched_and_said(caplog):
     assert [words in record.getMessage() for record in caplog.records] == [True], "said once"
 
 
+def test_what_had_no_memory_is_recorded_the_next_time():
+    runs = count()
+
+    def record(compute):
+        if next(runs) == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return replaying(compute)
+
+    model = recorded(record=record)
+    for made in (1, 2):
+        answered(model, buffer_of(model, 80))
+        assert len(model.recorded._made) == made
+
+
 def test_a_function_is_recorded_for_each_shape_of_its_inputs():
     model, calls = recorded(), []
 
