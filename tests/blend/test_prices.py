@@ -202,6 +202,19 @@ def test_a_price_that_is_about_right_stays(engine_of):
     assert not model._file.exists(), "nothing was learnt, so nothing is written"
 
 
+def test_copies_that_run_on_keep_their_price(engine_of, monkeypatch):
+    """A device copies while the host goes on: later stages wait for it."""
+    engine = engine_of()
+    engine.precompute(CHUNKS)
+    costs = replace(COSTS, each={**COSTS.each, "stitch": 5.0})
+    engine._answering.costs.costs = costs
+    model, price, whole = asked(engine, 0, 1, 2)
+    monkeypatch.setattr(engine.loaded.lm, "device", torch.device("cuda"))
+    ms = took(price, whole)["repair"] + 5 * whole.num_reused
+    model.learn(price, whole, (), {"stitch": 1.0, "repair": ms})
+    assert model.costs is costs
+
+
 @pytest.mark.parametrize("wrong", [5.0, 0.2])
 @pytest.mark.parametrize("is_reused", [True, False])
 def test_prices_of_a_busy_moment_are_measured_again(
