@@ -147,8 +147,8 @@ class Load(NamedTuple):
 class Scheduler:
     """Scheduler of a device's requests.
 
-    At most ``max_running`` requests run, and their KV takes at most ``max_bytes`` together. A
-    request that needs more than ``max_bytes`` runs alone.
+    At most ``max_running`` requests run, and their KV takes at most ``max_bytes`` together, or what
+    a pool holds. A request that needs more waits until no other runs.
     """
 
     def __init__(self, max_running: int, max_bytes: int) -> None:
@@ -175,8 +175,8 @@ class Scheduler:
     ) -> Iterator[range | None]:
         """Reserve ``num_bytes`` until the context ends; wait for room first.
 
-        With a ``pool``, so many of its ``slots`` are taken, too. Returns the run, or ``None`` for a
-        request that runs alone because the pool is smaller. Raises ``CancelledError`` if ``cancel``
+        With a ``pool``, so many of its ``slots`` are taken instead. Returns the run, or ``None`` for
+        a request that starts alone because the pool is smaller. Raises ``CancelledError`` if ``cancel``
         is set during the wait.
         """
         mine = object()
@@ -184,11 +184,11 @@ class Scheduler:
 
         def is_next() -> bool:
             nonlocal run
-            if self._waiting[0] is not mine:
+            if self._waiting[0] is not mine or len(self._running) >= self._max_running:
                 return False
-            used = sum(self._running.values())
-            fits = len(self._running) < self._max_running and used + num_bytes <= self.max_bytes
-            if pool is not None and (fits or not self._running):
+            if pool is None:
+                fits = sum(self._running.values()) + num_bytes <= self.max_bytes
+            else:
                 run = pool.take(slots)
                 fits = run is not None
             return fits or not self._running
