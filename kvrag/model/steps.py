@@ -302,14 +302,17 @@ def pool_of(model: CausalLM) -> KVPool | None:
 
 def _is_recorded(model: CausalLM) -> bool:
     """Record a model's forwards from now on, if there is memory; return whether there is."""
+    torch.cuda.empty_cache()  # what torch keeps for itself counts as taken
     free, _ = torch.cuda.mem_get_info(model.device)
     num_slots = int(pool_share() * free) // model.kv_bytes_per_token // ALIGNED * ALIGNED
-    if num_slots < LEAST:
-        return False
+    reason: object = f"there is room for {num_slots:,} tokens"
     try:
-        model.record(num_slots)
+        if num_slots >= LEAST:
+            model.record(num_slots)
     except RuntimeError as error:
-        logger.warning("no pool of KV can be allocated (%s)", error)
+        reason = error
+    if model.recorded is None:
+        logger.warning("no pool of KV can be allocated (%s)", reason)
     return model.recorded is not None
 
 
