@@ -294,12 +294,11 @@ class CostModel:
                 costs = costs.after(tier, ms.get("load", 0.0), rows[tier])
             took = sum(ms.get(stage, 0.0) for stage in ("select", "repair", "prefill"))
             forwards = price.of_forwards(layout)
-            stitch = ms.get("stitch", 0.0)
-            if self._loaded.lm.device.type == "cuda":  # copies run on, and later stages wait
-                took += stitch
-                forwards += price.costs.of("stitch") * layout.num_reused
-            else:
-                costs = costs.after("stitch", stitch, layout.num_reused)
+            # Copies to a device run on, and later stages wait.
+            copied = layout.num_reused * (self._loaded.lm.device.type == "cuda")
+            costs = costs.after("stitch", ms.get("stitch", 0.0), layout.num_reused - copied)
+            forwards += price.costs.of("stitch") * copied
+            took += ms.get("stitch", 0.0) * (copied > 0)
             predicted = forwards + (price.costs.of("request") if layout.stale else 0.0)
             if layout.stale and is_wrong(took, predicted):
                 # Cap at the forwards' cost: a delay by other requests must not prevent all reuse.

@@ -111,9 +111,7 @@ class ModelLock:
     def _leave(self, waiting: _Waiting) -> bool:
         """Stop waiting; return whether the lock was not handed over meanwhile."""
         with self._guard, suppress(ValueError):  # a step that is just done is gone already
-            waiters: list[Any] | deque[Any] = (
-                self.pending if isinstance(waiting, _PendingStep) else self._queue
-            )
+            waiters: Any = self.pending if isinstance(waiting, _PendingStep) else self._queue
             waiters.remove(waiting)
         return not waiting.has_model
 
@@ -250,7 +248,7 @@ class ModelLock:
 
 def _do(batch: Sequence[_PendingStep[Any, Any]]) -> None:
     try:
-        results: Sequence[Any] | None = batch[0].work([step.item for step in batch])
+        results: Any = batch[0].work([step.item for step in batch])
     except Exception as error:
         if len(batch) == 1:
             batch[0].error = error

@@ -206,8 +206,7 @@ def test_copies_that_run_on_keep_their_price(engine_of, monkeypatch):
     """A device copies while the host goes on: later stages wait for it."""
     engine = engine_of()
     engine.precompute(CHUNKS)
-    costs = replace(COSTS, each={**COSTS.each, "stitch": 5.0})
-    engine._answering.costs.costs = costs
+    costs = engine._answering.costs.costs = replace(COSTS, each={**COSTS.each, "stitch": 5.0})
     model, price, whole = asked(engine, 0, 1, 2)
     monkeypatch.setattr(engine.loaded.lm, "device", torch.device("cuda"))
     ms = took(price, whole)["repair"] + 5 * whole.num_reused
