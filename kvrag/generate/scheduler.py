@@ -132,8 +132,7 @@ def missed_of(request: Request, plan: Plan, erasures: int) -> Missed | None:
     # Chunks are encoded behind a prefix of the application, never behind a question.
     head = plan.pieces[0].ids
     known = (text for text in request.prefixes if plan.encoder.head_ids(text) == head)
-    prefix = next(known, request.prefixes[0])
-    return Missed(tuple(plan.missed), prefix, request.namespace, erasures)
+    return Missed(tuple(plan.missed), next(known, request.prefixes[0]), request.namespace, erasures)
 
 
 class Load(NamedTuple):
@@ -175,9 +174,9 @@ class Scheduler:
     ) -> Iterator[range | None]:
         """Reserve ``num_bytes`` until the context ends; wait for room first.
 
-        With a ``pool``, so many of its ``slots`` are taken instead. Returns the run, or ``None`` for
-        a request that starts alone because the pool is smaller. Raises ``CancelledError`` if ``cancel``
-        is set during the wait.
+        With a ``pool``, so many of its ``slots`` are taken instead. Returns the run, or ``None``
+        for a request that starts alone because the pool is smaller. Raises ``CancelledError`` if
+        ``cancel`` is set during the wait.
         """
         mine = object()
         run: range | None = None
@@ -241,9 +240,12 @@ def room_for(
         pool = pool_of(lm)
         if lm.recorded is not None:  # the plan has just looked at the weights
             lm.recorded.hold_for((loaded.identity.portable, loaded.identity.seen.notes))
-    num_bytes = kv_bytes(loaded, min(sum(size), lm.context_window))
-    slots = capacity_of(lm, *size, admitted.slides)
-    return scheduler_of(loaded).reservation(num_bytes, cancel, pool=pool, slots=slots)
+    return scheduler_of(loaded).reservation(
+        kv_bytes(loaded, min(sum(size), lm.context_window)),
+        cancel,
+        pool=pool,
+        slots=capacity_of(lm, *size, admitted.slides),
+    )
 
 
 def pool_stats(loaded: LoadedModel | None) -> dict[str, dict[str, int]]:

@@ -95,15 +95,11 @@ class Graphs:
 
 
 class _Recording(NamedTuple):
-    """A recorded forward: its input tensors, its shift if any, and its replay.
-
-    Without ``lasts`` it is launched this time, and recorded the next time.
-    """
+    """A recorded forward: its input tensors, its shift if any, and its replay."""
 
     inputs: Tensor
     shifts: list[Any]
     replay: Callable[[], Found]
-    lasts: bool
 
 
 class Recordings:
@@ -124,7 +120,7 @@ class Recordings:
         self._model = model
         self._record = record or Graphs(model.device)
         self._made = dict[Form, _Recording]()
-        self._functions = dict[object, tuple[list[Tensor], Callable[[], Tensor], bool]]()
+        self._functions = dict[object, tuple[list[Tensor], Callable[[], Tensor]]]()
         self._refused = set[tuple[Any, ...]]()
         self._overlaps = True
         self._weights: object = None
@@ -164,6 +160,7 @@ class Recordings:
         if weights != self._weights:
             with self._model.lock:
                 self._made.clear()
+                self._functions.clear()
                 self._weights = weights
 
     def forward(self, whole: Portion) -> Found:
@@ -184,8 +181,8 @@ class Recordings:
             if piece.shift is not None
         ]
         recording = self._recording(shape, shifts)
-        inputs = pinned(inputs_of(shape, pieces, places, spare), self._model.device)
-        recording.inputs.copy_(inputs, non_blocking=True)
+        inputs = inputs_of(shape, pieces, places, spare)
+        recording.inputs.copy_(pinned(inputs, self._model.device), non_blocking=True)
         for shift, new in zip(recording.shifts, shifts, strict=True):
             for own, x in zip(shift.tensors(), new().tensors(), strict=True):
                 own.copy_(x)
@@ -209,9 +206,7 @@ class Recordings:
 
     def _recording(self, shape: Form, makes: Sequence[Callable[[], Any]]) -> _Recording:
         """Return the recording of a form, and keep it as the latest of the :data:`MOST` latest."""
-        known = self._made.pop(shape, None) or self._recorded(shape, makes)
-        if known.lasts:
-            self._made[shape] = known
+        known = self._made[shape] = self._made.pop(shape, None) or self._recorded(shape, makes)
         if len(self._made) > MOST:
             del self._made[next(iter(self._made))]
         return known
@@ -242,7 +237,7 @@ class Recordings:
             )
 
         kind = shape.waits, shape.mass_rows > 0, shape.shifted > 0
-        return _Recording(inputs, shifts, *self._replay_of(compute, kind))
+        return _Recording(inputs, shifts, self._replay_of(compute, kind))
 
     def run(self, function: Callable[..., Tensor], *given: Tensor, **constants: int) -> Tensor:
         """Call a function by a recording of it, made for tensors of these shapes and constants.
@@ -254,38 +249,32 @@ class Recordings:
             if key not in self._functions:
                 inputs = [x.clone() for x in given]
                 compute = partial(function, *inputs, **constants)
-                self._functions[key] = inputs, *self._replay_of(compute, key)
-            inputs, replay, lasts = self._functions[key]
-            if not lasts:
-                del self._functions[key]
+                self._functions[key] = inputs, self._replay_of(compute, key)
+            inputs, replay = self._functions[key]
             for own, x in zip(inputs, given, strict=True):
                 own.copy_(x)
             return replay().clone()
 
-    def _replay_of(
-        self, compute: Callable[[], Out], kind: tuple[Any, ...]
-    ) -> tuple[Callable[[], Out], bool]:
-        """Record a function; if its kind can't be recorded, return it, which is then launched.
+    def _replay_of(self, compute: Callable[[], Out], kind: tuple[Any, ...]) -> Callable[[], Out]:
+        """Record a function; if that fails, return it, which is then launched.
 
-        Also returns whether that lasts: not if memory was short.
+        Its kind isn't tried again, unless memory was short.
         """
-        lasts = True
         start = time.perf_counter()
         try:
             if kind not in self._refused:
-                return self._record(compute), lasts
+                return self._record(compute)
         except RuntimeError as error:
             logger.warning(
                 "a forward of this model can't be recorded (%s); it is launched, kernel by kernel",
                 error,
             )
-            lasts = not is_out_of_memory(error)
-            if lasts:
+            if not is_out_of_memory(error):
                 self._refused.add(kind)
                 self._overlaps &= kind[0] is not True
         finally:
             self.seconds += time.perf_counter() - start
-        return compute, lasts
+        return compute
 
 
 def pool_of(model: CausalLM) -> KVPool | None:
@@ -305,14 +294,12 @@ def _is_recorded(model: CausalLM) -> bool:
     torch.cuda.empty_cache()  # what torch keeps for itself counts as taken
     free, _ = torch.cuda.mem_get_info(model.device)
     num_slots = int(pool_share() * free) // model.kv_bytes_per_token // ALIGNED * ALIGNED
-    reason: object = f"there is room for {num_slots:,} tokens"
     try:
-        if num_slots >= LEAST:
-            model.record(num_slots)
+        if num_slots < LEAST:
+            raise RuntimeError(f"there is room for {num_slots:,} tokens")
+        model.record(num_slots)
     except RuntimeError as error:
-        reason = error
-    if model.recorded is None:
-        logger.warning("no pool of KV can be allocated (%s)", reason)
+        logger.warning("no pool of KV can be allocated (%s)", error)
     return model.recorded is not None
 
 
