@@ -234,8 +234,7 @@ class _Look:
         if any([hasattr(kind, "__tensor_flatten__") for kind in set(map(type, plain))]):
             plain = [leaf for tensor in plain for _, leaf in leaves(tensor)]
         counted = filterfalse(Tensor.is_inference, plain)
-        places = map(Tensor.data_ptr, plain)
-        self.notes = [*notes, *places, *map(attrgetter("_version"), counted)]
+        self.notes = [*notes, *map(Tensor.data_ptr, plain), *map(attrgetter("_version"), counted)]
 
     def is_as(self, other: _Look) -> bool:
         """Whether the other had the same objects, with the same notes."""

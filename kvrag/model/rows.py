@@ -325,8 +325,9 @@ class Limits:
                 lo = lo.where(self.hi < self.num_keys - 1, self.num_keys)
             hi = self.hi.to(query.device).int()
             lo = None if lo is None else lo.to(query.device).int()
-            tiles = kvrag_kernels.ragged_plan(query, keys, hi, lo)
-            self.for_kernels[kind] = KernelLimits(hi, lo, tiles)
+            self.for_kernels[kind] = KernelLimits(
+                hi, lo, kvrag_kernels.ragged_plan(query, keys, hi, lo)
+            )
         return self.for_kernels[kind]
 
 

@@ -214,7 +214,6 @@ class Recordings:
     def _recorded(self, shape: Form, makes: Sequence[Callable[[], Any]]) -> _Recording:
         """Record a form, with rows of no request and shifts by nothing."""
         shifts = [make() for make in makes]
-        stop = self.pool.num_slots + 1
         inputs = inputs_of(shape, (), (), self.pool.num_slots).to(self._model.device)
         kv = KVBuffer(self.pool.layers, start=0)
         kv.arrivals = self._events if shape.waits else ()
@@ -223,11 +222,10 @@ class Recordings:
 
         def compute() -> Found:
             ids, slots, positions, first = inputs
-            rows = Rows(slots, stop, positions, first, is_fixed=True)
             return self._model.launch(
                 Portion(
                     ids,
-                    rows,
+                    Rows(slots, self.pool.num_slots + 1, positions, first, is_fixed=True),
                     kv,
                     shape.logits,
                     shape.mass_rows,
