@@ -316,8 +316,13 @@ class Limits:
         """Return the kernel's limits for a layer, made once for all layers of the same kind."""
         import kvrag_kernels
 
-        limits = None if reach.is_whole(self.num_keys) else reach
-        kind = (limits, query.shape, keys.shape[1:], query.dtype, query.device)
+        kind = (
+            None if reach.is_whole(self.num_keys) else reach,
+            query.shape,
+            keys.shape[1:],
+            query.dtype,
+            query.device,
+        )
         if kind not in self.for_kernels:
             lo = self.lo(reach)
             if self.is_fixed and lo is not None and self.first is not None:

@@ -206,7 +206,8 @@ class Recordings:
 
     def _recording(self, shape: Form, makes: Sequence[Callable[[], Any]]) -> _Recording:
         """Return the recording of a form, and keep it as the latest of the :data:`MOST` latest."""
-        known = self._made[shape] = self._made.pop(shape, None) or self._recorded(shape, makes)
+        known = self._made.pop(shape, None) or self._recorded(shape, makes)
+        self._made[shape] = known
         if len(self._made) > MOST:
             del self._made[next(iter(self._made))]
         return known

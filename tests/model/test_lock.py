@@ -82,9 +82,8 @@ def eager(monkeypatch):
         serve_(self)
 
     def update(self, *args, **options):
-        for _ in range(
-            50
-        ):  # tiny models have done their layers before another thread gets the interpreter
+        # Tiny models have done their layers before another thread gets the interpreter.
+        for _ in range(50):
             if self._lock is not None and not self._lock.pending and not self._lock.is_stepping:
                 time.sleep(1e-4)
         return update_(self, *args, **options)

@@ -103,16 +103,9 @@ def test_each_shape_equals_the_launched_forward_bit_for_bit(bucket):
         assert torch.equal(again[0][0, -logits:], got[0][0])
     else:
         assert torch.equal(again[1][kv.start : kv.start + size], got[1])
-    assert all(
-        torch.equal(a, b)
-        for own, now in zip(before, kv.layers, strict=True)
-        for a, b in zip(own, now, strict=True)
-    )
+    torch.testing.assert_close([*kv.layers], before, rtol=0, atol=0)
     want = lm_of().forward(ids, Rows.span(0, size), plain, **options)
-    if logits:
-        torch.testing.assert_close(got[0], want[0], **CLOSE)
-    else:
-        torch.testing.assert_close(got[1], want[1], **CLOSE)
+    torch.testing.assert_close(got[not logits], want[not logits], **CLOSE)
 
 
 def test_long_prompts_are_computed_in_pieces(monkeypatch):
@@ -207,12 +200,10 @@ class _Request:
     def run(self, model: CausalLM, kv) -> torch.Tensor:
         found = []
         if self.slides:
-            window = SlidingWindow(model, kv)
-            found.append(window.prefill(self.ids)[None])
-            extend = window
+            extend = SlidingWindow(model, kv)
+            found.append(extend.prefill(self.ids)[None])
         else:
-            rows = Rows.span(0, len(self.ids))
-            found.append(model.forward(self.ids, rows, kv)[0][0])
+            found.append(model.forward(self.ids, Rows.span(0, len(self.ids)), kv)[0][0])
             if self.repaired:  # rows in between, once more
                 at = torch.arange(0, len(self.ids), 3)
                 found.append(model.forward(self.ids[at], Rows.at(at), kv)[0][0])
@@ -239,14 +230,10 @@ def test_requests_that_come_and_go_compute_what_they_compute_alone(monkeypatch):
 
     monkeypatch.setattr(model.recorded, "compute", compute)
     requests = [_Request(seed) for seed in range(40)]
-
-    def alone(request):
-        try:
-            return request.run(lm_of(), lm_of().buffer(request.capacity))
-        except ZeroDivisionError:
-            return None
-
-    want = [alone(request) for request in requests]
+    want = [
+        None if each.fails else each.run(lm_of(), lm_of().buffer(each.capacity))
+        for each in requests
+    ]
 
     def ask(number: int):
         cancel = threading.Event()
@@ -310,8 +297,7 @@ def test_what_is_not_finite_stays_with_its_request(monkeypatch):
     weight = model.text_model.get_input_embeddings().weight
     with torch.no_grad():
         weight[3] = torch.nan
-    rows = Rows.span(0, 2)
-    broken = model.forward(torch.tensor([3, 3]), rows, bad)[0]
+    broken = model.forward(torch.tensor([3, 3]), Rows.span(0, 2), bad)[0]
     assert not broken.isfinite().all()
     assert all(side.isfinite().all() for pair in bad.layers for side in pair)
     torch.testing.assert_close(answered(model, good), want, **CLOSE)
@@ -391,7 +377,6 @@ def test_a_pool_takes_its_share_of_the_free_memory(captures, monkeypatch, caplog
 @pytest.mark.parametrize("share", ["1.5", "-1", "half", "nan"])
 def test_a_share_that_is_none_is_refused_in_a_sentence(monkeypatch, share):
     monkeypatch.setenv("KVRAG_POOL_SHARE", share)
-    with pytest.raises(
-        ConfigError, match=f"KVRAG_POOL_SHARE is '{share}'; set it to a number from 0"
-    ):
+    words = f"KVRAG_POOL_SHARE is '{share}'; set it to a number from 0"
+    with pytest.raises(ConfigError, match=words):
         pool_share()
