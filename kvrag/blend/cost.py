@@ -108,8 +108,11 @@ class Costs:
 
     def of_forward(self, rows: float, pairs: float) -> float:
         """Return the cost of a forward over ``rows`` rows with ``pairs`` (row, key) pairs."""
-        known = float(np.interp(rows, *self.forwards)) + pairs * self.pair
-        return known + max(0.0, rows - self.forwards[0][-1]) * self.row
+        return (
+            float(np.interp(rows, *self.forwards))
+            + pairs * self.pair
+            + max(0.0, rows - self.forwards[0][-1]) * self.row
+        )
 
     def in_words(self, cost: float) -> str:
         """Format a cost: ``18.4 s``, ``340 ms``, or ``as much as 1,120 tokens``."""
@@ -145,11 +148,13 @@ class Price:
 
     def of(self, layout: Layout) -> float:
         """Return the cost of loading, stitching and computing a layout."""
-        costs = self.costs
         loaded = self.loaded({segment.source for segment in layout.reused})
-        cost = self.of_forwards(layout) + costs.of("stitch") * layout.num_reused
-        cost += sum([costs.of(tier) * rows for tier, rows in loaded.items()])
-        return cost + costs.of("request") * bool(layout.stale)
+        return (
+            self.of_forwards(layout)
+            + self.costs.of("stitch") * layout.num_reused
+            + sum([self.costs.of(tier) * rows for tier, rows in loaded.items()])
+            + self.costs.of("request") * bool(layout.stale)
+        )
 
     def loaded(self, sources: Collection[int]) -> Counter[str]:
         """Return the number of rows loaded from each tier. Chunks are loaded whole."""
@@ -164,14 +169,13 @@ class Price:
         A repaired row counts as if it saw every key, because the residual shift also propagates its
         change to other rows.
         """
-        costs = self.costs
         config = self.config
         needs = needs_of(layout, config)
-        layout = filled(layout, config, costs.floor)
+        layout = filled(layout, config, self.costs.floor)
         total = layout.num_tokens
 
         def forward(segments: Sequence[Segment], more: int) -> float:
-            return costs.of_forward(
+            return self.costs.of_forward(
                 num_rows_of(segments) + more,
                 sum([s.num_rows * (s.start + s.stop) / 2 for s in segments]) + more * total,
             )
@@ -182,7 +186,7 @@ class Price:
         if "mass" in needs:
             cost += config.probe_span[1] * forward(layout.live, min(layout.num_suffix, REREAD))
         if "deviation" in needs:
-            cost += (CHECK_LAYER + 1) / self.num_layers * costs.of_forward(total, total * total / 2)
+            cost += (CHECK_LAYER + 1) / self.num_layers * self.costs.of_forward(total, total**2 / 2)
         return cost
 
     def cheapest(self, layout: Layout) -> tuple[Layout, str | None]:
@@ -191,22 +195,27 @@ class Price:
         Chunks that cost more to load than to compute are dropped. The rest, repaired, is then
         compared with exact reuse alone.
         """
-        without = [
-            Segment(s.start, s.stop, "live") if s in layout.stale else s for s in layout.segments
-        ]
         reuse = self._lean(layout)
-        exact = self._lean(Layout(tuple(without)))
+        exact = self._lean(
+            Layout(
+                tuple(
+                    [
+                        Segment(s.start, s.stop, "live") if s in layout.stale else s
+                        for s in layout.segments
+                    ]
+                )
+            )
+        )
         price = self.of(reuse)
         if layout.stale and (not reuse.stale or price >= MARGIN * self.of(exact)):
             return exact, self._reason(layout, exact)
         count = len({s.source for s in layout.reused} - {s.source for s in reuse.reused})
-        if not count:
-            return reuse, None
-        estimates = self._estimates({"with them": self.of(layout), "without": price})
-        return (
-            reuse,
-            f"{count} stored chunk(s) would cost more to load than to compute; {estimates}",
-        )
+        if count:
+            return reuse, (
+                f"{count} stored chunk(s) would cost more to load than to compute; "
+                + self._estimates({"with them": self.of(layout), "without": price})
+            )
+        return reuse, None
 
     def _reason(self, layout: Layout, exact: Layout) -> str:
         """Explain why repaired reuse is rejected, with its cost and that of the alternatives."""
@@ -219,8 +228,10 @@ class Price:
         }
         if not (exact.reused or exact.history):
             del costs["exact reuse alone"]
-        is_close = "" if price >= other else ", and an approximation must save 4%"
-        return f"repaired reuse would not pay; {self._estimates(costs)}{is_close}"
+        return (
+            f"repaired reuse would not pay; {self._estimates(costs)}"
+            + ", and an approximation must save 4%" * (price < other)
+        )
 
     def _estimates(self, costs: Mapping[str, float]) -> str:
         return "estimated: " + ", ".join(
@@ -232,9 +243,11 @@ class Price:
 
         They are dropped one by one: a forward may have room for some of them, but not for all.
         """
-        costs = self.costs
-        load = max([costs.of(tier) for tier, _ in self.stored], default=0.0)
-        if load + costs.of("stitch") < costs.row / 2:
+        if (
+            max([self.costs.of(tier) for tier, _ in self.stored], default=0.0)
+            + self.costs.of("stitch")
+            < self.costs.row / 2
+        ):
             return layout
         sources = {segment.source for segment in layout.reused}
         nothing = layout.without(sources)
@@ -253,15 +266,13 @@ class CostModel:
         # Number of wrong predictions after which the costs are forgotten. It doubles every time,
         # because the machine may stay busy for long.
         self._patience = 1
-        self._misses = 0
-        self._refusals = 0
+        self._misses = self._refusals = 0
 
     def known(self) -> Costs:
         """Return the costs. Measure them if none are cached, or if predictions proved wrong."""
-        lm = self._loaded.reusable
         with self._lock:
             if self.costs is None:
-                self.costs = costs_of(lm, self._file)
+                self.costs = costs_of(self._loaded.reusable, self._file)
             return self.costs
 
     def price(self, plan: Plan, config: RepairConfig, store: TieredStore) -> Price | None:
@@ -272,8 +283,12 @@ class CostModel:
         def tier_of(key: ChunkKey) -> str:
             return next((t.name for t in store.tiers if t.identity(key) is not None), store.name)
 
-        stored = [(tier_of(chunk_key(each)), len(each.token_ids)) for each in plan.identities]
-        return Price(self.known(), config, self._loaded.reusable.depth, stored)
+        return Price(
+            self.known(),
+            config,
+            self._loaded.reusable.depth,
+            [(tier_of(chunk_key(each)), len(each.token_ids)) for each in plan.identities],
+        )
 
     def learn(
         self, price: Price, layout: Layout, late: Collection[int], ms: Mapping[str, float]
@@ -292,14 +307,18 @@ class CostModel:
             if rows:  # tiers are read concurrently, so the slowest determines the time
                 tier = max(rows, key=lambda tier: costs.of(tier) * rows[tier])
                 costs = costs.after(tier, ms.get("load", 0.0), rows[tier])
-            costs = costs.after("stitch", ms.get("stitch", 0.0), layout.num_reused)
             took = sum(ms.get(stage, 0.0) for stage in ("select", "repair", "prefill"))
-            forwards = price.of_forwards(layout)
+            # Copies to a device run on, and later stages wait.
+            copied = layout.num_reused * (self._loaded.lm.device.type == "cuda")
+            costs = costs.after("stitch", ms.get("stitch", 0.0), layout.num_reused - copied)
+            forwards = price.of_forwards(layout) + price.costs.of("stitch") * copied
+            took += ms.get("stitch", 0.0) * (copied > 0)
             predicted = forwards + (price.costs.of("request") if layout.stale else 0.0)
             if layout.stale and is_wrong(took, predicted):
                 # Cap at the forwards' cost: a delay by other requests must not prevent all reuse.
-                rest = min(max(0.0, took - forwards), forwards)
-                costs = replace(costs, each={**costs.each, "request": rest})
+                costs = replace(
+                    costs, each={**costs.each, "request": min(max(0.0, took - forwards), forwards)}
+                )
             if costs is not self.costs:
                 self.costs = costs
                 keep(self._file, json.dumps(asdict(costs)))
@@ -383,9 +402,9 @@ def measured(lm: CausalLM) -> Costs:
 
     def taken(rows: int, before: int = 0) -> float:
         ids = torch.arange(rows) % lm.vocab_size
-        stop = before + rows
-        with scratch(lm, stop) as kv:
-            return _best_ms(lambda: lm.forward(ids, Rows.span(before, stop), kv)[0])
+        at = Rows.span(before, before + rows)
+        with scratch(lm, at.stop) as kv:
+            return _best_ms(lambda: lm.forward(ids, at, kv)[0])
 
     times = dict[int, float]()
     for rows in SIZES:
@@ -402,8 +421,9 @@ def measured(lm: CausalLM) -> Costs:
     before = min(64 * most, 8192, lm.reuse_window - most)
     pair = max(0.0, taken(most, before) - times[most]) / (most * before)
     # If more rows took less, the machine was busy before.
-    took = [*times.values()]
-    own = tuple([max(0.0, min(took[n:]) - pair * rows**2 / 2) for n, rows in enumerate(sizes)])
+    own = tuple(
+        [max(0.0, min([*times.values()][n:]) - pair * rows**2 / 2) for n, rows in enumerate(sizes)]
+    )
     row = max(0.0, own[-1] - float(np.interp(most / 2, sizes, own))) / (most / 2)
     return Costs(
         (sizes, own),

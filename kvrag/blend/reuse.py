@@ -191,7 +191,8 @@ def _fits(kv: ChunkKV, identity: ChunkIdentity, shapes: Sequence[LayerShape]) ->
             if (layer.keys.shape, layer.values.shape) != (keys, values):
                 return False
             continue
-        wanted = [part.shape for part in parts(identity.kv_dtype, layer.keys.dtype, keys, values)]
-        if [tensor.shape for tensor in layer.tensors] != wanted:
+        if [tensor.shape for tensor in layer.tensors] != [
+            part.shape for part in parts(identity.kv_dtype, layer.keys.dtype, keys, values)
+        ]:
             return False
     return True

@@ -132,8 +132,10 @@ def _schema(form: ResponseFormat, missed: list[str]) -> dict[str, Any]:
             given = tool["function"].get("parameters") or {}
             is_open = not given.keys().isdisjoint(_ELSEWHERE)
             closed = {"additionalProperties": is_open, **given, "type": "object"}
-            arguments = _part(f"kvrag:///{len(ways)}", closed, missed)
-            call = {"name": {"const": name}, "arguments": arguments}
+            call = {
+                "name": {"const": name},
+                "arguments": _part(f"kvrag:///{len(ways)}", closed, missed),
+            }
             ways.append(
                 {
                     "type": "object",

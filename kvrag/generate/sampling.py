@@ -69,8 +69,7 @@ class Sampler:
         if self._is_greedy:
             token = int(scores.argmax())
         else:
-            shares = scores[0].softmax(dim=-1).cpu()
-            token = int(shares.multinomial(1, generator=self._generator))
+            token = int(scores[0].softmax(dim=-1).cpu().multinomial(1, generator=self._generator))
         # the buffer doubles: a token must not cost a copy of all tokens before it
         if self._num_ids == self._ids.shape[1]:
             self._ids = torch.cat([self._ids, self._ids.new_zeros(1, 1 + self._num_ids)], dim=1)

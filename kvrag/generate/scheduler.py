@@ -132,8 +132,7 @@ def missed_of(request: Request, plan: Plan, erasures: int) -> Missed | None:
     # Chunks are encoded behind a prefix of the application, never behind a question.
     head = plan.pieces[0].ids
     known = (text for text in request.prefixes if plan.encoder.head_ids(text) == head)
-    prefix = next(known, request.prefixes[0])
-    return Missed(tuple(plan.missed), prefix, request.namespace, erasures)
+    return Missed(tuple(plan.missed), next(known, request.prefixes[0]), request.namespace, erasures)
 
 
 class Load(NamedTuple):
@@ -147,8 +146,8 @@ class Load(NamedTuple):
 class Scheduler:
     """Scheduler of a device's requests.
 
-    At most ``max_running`` requests run, and their KV takes at most ``max_bytes`` together. A
-    request that needs more than ``max_bytes`` runs alone.
+    At most ``max_running`` requests run, and their KV takes at most ``max_bytes`` together, or what
+    a pool holds. A request that needs more waits until no other runs.
     """
 
     def __init__(self, max_running: int, max_bytes: int) -> None:
@@ -175,20 +174,20 @@ class Scheduler:
     ) -> Iterator[range | None]:
         """Reserve ``num_bytes`` until the context ends; wait for room first.
 
-        With a ``pool``, so many of its ``slots`` are taken, too. Returns the run, or ``None`` for a
-        request that runs alone because the pool is smaller. Raises ``CancelledError`` if ``cancel``
-        is set during the wait.
+        With a ``pool``, so many of its ``slots`` are taken instead. Returns the run, or ``None``
+        for a request that starts alone because the pool is smaller. Raises ``CancelledError`` if
+        ``cancel`` is set during the wait.
         """
         mine = object()
         run: range | None = None
 
         def is_next() -> bool:
             nonlocal run
-            if self._waiting[0] is not mine:
+            if self._waiting[0] is not mine or len(self._running) >= self._max_running:
                 return False
-            used = sum(self._running.values())
-            fits = len(self._running) < self._max_running and used + num_bytes <= self.max_bytes
-            if pool is not None and (fits or not self._running):
+            if pool is None:
+                fits = sum(self._running.values()) + num_bytes <= self.max_bytes
+            else:
                 run = pool.take(slots)
                 fits = run is not None
             return fits or not self._running
@@ -240,10 +239,13 @@ def room_for(
     if lm.refusal is None and (lm.recorded or lm.device.type == "cuda"):
         pool = pool_of(lm)
         if lm.recorded is not None:  # the plan has just looked at the weights
-            lm.recorded.hold_for(loaded.identity.portable)
-    num_bytes = kv_bytes(loaded, min(sum(size), lm.context_window))
-    slots = capacity_of(lm, *size, admitted.slides)
-    return scheduler_of(loaded).reservation(num_bytes, cancel, pool=pool, slots=slots)
+            lm.recorded.hold_for((loaded.identity.portable, loaded.identity.seen.notes))
+    return scheduler_of(loaded).reservation(
+        kv_bytes(loaded, min(sum(size), lm.context_window)),
+        cancel,
+        pool=pool,
+        slots=capacity_of(lm, *size, admitted.slides),
+    )
 
 
 def pool_stats(loaded: LoadedModel | None) -> dict[str, dict[str, int]]:

@@ -169,7 +169,8 @@ class LiveIdentity:
     """Current identity of a model.
 
     ``identity`` is the model's identity at load. Its ``weights`` hold until a weight changes; from
-    then on, the digest of the weights' content replaces them.
+    then on, the digest of the weights' content replaces them. ``seen`` is the model's look at the
+    latest fingerprint.
     """
 
     def __init__(self, model: Any, identity: ModelIdentity) -> None:
@@ -178,7 +179,7 @@ class LiveIdentity:
         self._moving = _moving_buffers(model)
         self._identity = identity
         self._fingerprint = identity.fingerprint
-        self._seen = _look_at(model, self._moving)
+        self.seen = _look_at(model, self._moving)
         self._weights, self._adapters = _Digests(), _Digests()
         weights, adapters = _sides(model)
         self._weights.of(weights, lambda: identity.weights)
@@ -192,13 +193,13 @@ class LiveIdentity:
         with self._lock, torch.no_grad():
             seen, was = _look_at(self._model, self._moving), self._identity
             dtype = dtype_text(self._model)
-            if dtype != was.dtype or not seen.is_as(self._seen):
+            if dtype != was.dtype or not seen.is_as(self.seen):
                 check_adapters(self._model)
                 base, added = _sides(self._model)
                 weights = self._weights.of(base, lambda: weights_digest(self._model))
                 adapters = self._adapters.of(added, lambda: adapters_digest(self._model))
                 self._identity = replace(was, weights=weights, adapters=adapters, dtype=dtype)
-                self._seen = seen
+                self.seen = seen
                 if self._identity != was:
                     self._fingerprint = self._identity.fingerprint
                     logger.info(
@@ -221,7 +222,7 @@ class LiveIdentity:
 
 
 class _Look:
-    """Objects of a model at a time, and notes on them. It keeps no object alive.
+    """Objects of a model at a time, and ``notes`` on them. It keeps no object alive.
 
     ``tensors`` are noted by their addresses, and by their counts of in-place changes, which don't
     have changes through ``.data`` and of tensors that were made in inference mode.
@@ -233,12 +234,11 @@ class _Look:
         if any([hasattr(kind, "__tensor_flatten__") for kind in set(map(type, plain))]):
             plain = [leaf for tensor in plain for _, leaf in leaves(tensor)]
         counted = filterfalse(Tensor.is_inference, plain)
-        places = map(Tensor.data_ptr, plain)
-        self._notes = [*notes, *places, *map(attrgetter("_version"), counted)]
+        self.notes = [*notes, *map(Tensor.data_ptr, plain), *map(attrgetter("_version"), counted)]
 
     def is_as(self, other: _Look) -> bool:
         """Whether the other had the same objects, with the same notes."""
-        if self._notes != other._notes or len(self._refs) != len(other._refs):
+        if self.notes != other.notes or len(self._refs) != len(other._refs):
             return False
         return all(map(is_, map(call, self._refs), map(call, other._refs)))
 

@@ -87,8 +87,8 @@ def ragged_attention(
     ``softcap · tanh(scores / softcap)`` (Gemma 2); ``sinks`` are a learned extra score per head,
     ``(H,)`` (GPT-OSS). The attention of the last rows is added to ``mass``.
     """
-    is_plain = softcap is None and sinks is None
-    is_fused = limits.padding is not None and mass is None and is_plain
+    is_plain = mass is None and softcap is None and sinks is None
+    is_fused = limits.padding is not None and is_plain
     if is_fused and reach.is_whole(limits.num_keys) and not _by_products(query, keys):
         whole = F.pad(query, (0, 0, limits.padding, 0)) if limits.padding else query
         width = values.shape[-1]

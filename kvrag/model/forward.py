@@ -210,9 +210,8 @@ class Forward(Cache):  # type: ignore[misc]
         else:
             out = query.new_zeros((*query.shape[:3], values.shape[-1]))
             if wanted:
-                last = query[:, :, total - wanted :]
                 out[:, :, total - wanted :] = ragged_attention(
-                    last, keys, values, limits, **options
+                    query[:, :, total - wanted :], keys, values, limits, **options
                 )
         if not self.outputs and module in self.tail[-1:]:
             raise StopForward

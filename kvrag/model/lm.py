@@ -101,8 +101,9 @@ class CausalLM:
         self.depth = len(self._attentions)
         self.num_layers = len(self.traits)
         self.shapes = [trait.shape for trait in self.traits]
-        width = sum(s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes)
-        self.kv_bytes_per_token: int = self.dtype.itemsize * width
+        self.kv_bytes_per_token: int = self.dtype.itemsize * sum(
+            s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes
+        )
 
     def find_traits(self) -> None:
         """Find the traits of all layers; a model that another engine runs finds them by itself."""
@@ -254,8 +255,9 @@ class CausalLM:
             ids, rows = self._outgrow(ids, rows, kv.token_ids)
         mass = None
         if piece.mass_rows:
-            paid = torch.zeros(rows.stop, dtype=torch.float32, device=self.device)
-            mass = Mass(paid, piece.mass_rows)
+            mass = Mass(
+                torch.zeros(rows.stop, dtype=torch.float32, device=self.device), piece.mass_rows
+            )
         forward = Forward(
             rows,
             kv,
@@ -303,8 +305,11 @@ class CausalLM:
             length = rows.stop
             if len(ids) > 1 or kv.start is not None:
                 return self.forward(ids, rows, kv, logits=len(ids))[0][0]
-            limit = MAX_TOGETHER if self.can_share_forwards else 1
-            return self.lock.step(Portion(ids, rows, kv, logits=1), self.step, limit=limit)
+            return self.lock.step(
+                Portion(ids, rows, kv, logits=1),
+                self.step,
+                limit=MAX_TOGETHER if self.can_share_forwards else 1,
+            )
 
         return extend
 
@@ -389,8 +394,12 @@ class CausalLM:
         tables = self.rotary(rows.stop) if layers else ()
         for layer in layers:
             keys = kv.keys(layer)[:, :, rows.slots]
-            free = tables[layer].unrotate(keys.flatten(0, 1), positions)
-            captured[layer] = free.reshape(keys.shape).transpose(1, 2)
+            captured[layer] = (
+                tables[layer]
+                .unrotate(keys.flatten(0, 1), positions)
+                .reshape(keys.shape)
+                .transpose(1, 2)
+            )
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -97,8 +97,7 @@ def _load(source: ModelSource, make_encoder: Callable[[Any, Any], Any] | None) -
         if not is_given:
             use_own_products(model)  # may pack them, for seconds
         try:
-            origin = None if is_given else origin_of(source, model)
-            weights = origin or weights_digest(model)
+            weights = (not is_given and origin_of(source, model)) or weights_digest(model)
         except UnsupportedModelError as error:
             lm = refuse(model, str(error))
             lm.pieces = Pieces("weights that can't be read can change without a sign")
@@ -291,8 +290,7 @@ def kept_file(kind: str, lm: CausalLM, fingerprint: str, **versions: str) -> Pat
         "device": device,
         "attention": own_attention(lm.config),
     }
-    name = digest(kind, fields)
-    return cache_dir() / f"{kind}s" / f"{name}.json"
+    return cache_dir() / f"{kind}s" / f"{digest(kind, fields)}.json"
 
 
 def has_passed(kind: Any, file: Path) -> bool:

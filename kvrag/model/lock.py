@@ -53,12 +53,16 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _PendingStep(_Waiting, Generic[T, R]):
-    """Pending step; once ``is_done``, with its result or its error."""
+    """Pending step; once ``is_done``, with its result or its error.
+
+    It came at ``start``, which is moved on by the time that it is computed for.
+    """
 
     item: T
     work: Callable[[list[T]], Sequence[R]]
     limit: int
     size: int
+    start: float
     is_done: bool = False
     result: R | None = None
     error: Exception | None = None
@@ -107,9 +111,7 @@ class ModelLock:
     def _leave(self, waiting: _Waiting) -> bool:
         """Stop waiting; return whether the lock was not handed over meanwhile."""
         with self._guard, suppress(ValueError):  # a step that is just done is gone already
-            waiters: list[Any] | deque[Any] = (
-                self.pending if isinstance(waiting, _PendingStep) else self._queue
-            )
+            waiters: Any = self.pending if isinstance(waiting, _PendingStep) else self._queue
             waiters.remove(waiting)
         return not waiting.has_model
 
@@ -161,7 +163,8 @@ class ModelLock:
         """
         if self._holder == threading.get_ident():  # no other thread could run it
             return work([item])[0]
-        step = _PendingStep[T, R](item=item, work=work, limit=limit, size=size)
+        start = time.perf_counter()
+        step = _PendingStep[T, R](item=item, work=work, limit=limit, size=size, start=start)
         try:
             with self._guard:
                 self.pending.append(step)
@@ -183,6 +186,7 @@ class ModelLock:
                 self._leave(step)
             if step.has_model:
                 self.release()
+            WAITED.seconds += time.perf_counter() - step.start
         if step.error is not None:
             raise step.error
         return cast(R, step.result)
@@ -237,13 +241,14 @@ class ModelLock:
             end = time.perf_counter()
             self._due = end + max(SLICE_S, min(self.num_prompts * (end - start), LONG_SLICE_S))
             for step in batch:
+                step.start += end - start
                 if step.is_done:
                     step.event.set()
 
 
 def _do(batch: Sequence[_PendingStep[Any, Any]]) -> None:
     try:
-        results: Sequence[Any] | None = batch[0].work([step.item for step in batch])
+        results: Any = batch[0].work([step.item for step in batch])
     except Exception as error:
         if len(batch) == 1:
             batch[0].error = error
@@ -290,7 +295,7 @@ class Clock:
         Time of the call, in seconds on ``time.perf_counter``'s clock.
     timings_ms
         Milliseconds per stage. Time spent waiting for other requests, or computing for them, is a
-        stage of its own, ``wait``.
+        stage of its own, ``wait``, until the answer is decoded.
     stages
         Names, starts and ends of stages, on the same clock.
     """
@@ -312,7 +317,8 @@ class Clock:
             yield
         finally:
             end = time.perf_counter()
-            lost = WAITED.seconds - lost
+            # The stages before an answer's ``decode`` add up to the time to the first token.
+            lost = (WAITED.seconds - lost) * (name != "decode")
             if end - start > least_s:
                 self._add(name, end - start - lost)
                 self.stages.append((name, start, end))

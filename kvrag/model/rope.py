@@ -127,10 +127,9 @@ class RotaryTable:
         """
         if self.width:
             cos, sin = self._unit_columns
-            aside = self.partner(vectors) if partner is None else partner
             # In float32, so that 16-bit values are rounded once.
             target[..., self.rotating] += (cos[rows] * vectors[..., self.rotating]).addcmul_(
-                sin[rows], aside
+                sin[rows], self.partner(vectors) if partner is None else partner
             )
         for fixed in (
             slice(0, self.start),

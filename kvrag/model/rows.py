@@ -316,8 +316,13 @@ class Limits:
         """Return the kernel's limits for a layer, made once for all layers of the same kind."""
         import kvrag_kernels
 
-        limits = None if reach.is_whole(self.num_keys) else reach
-        kind = (limits, query.shape, keys.shape[1:], query.dtype, query.device)
+        kind = (
+            None if reach.is_whole(self.num_keys) else reach,
+            query.shape,
+            keys.shape[1:],
+            query.dtype,
+            query.device,
+        )
         if kind not in self.for_kernels:
             lo = self.lo(reach)
             if self.is_fixed and lo is not None and self.first is not None:
@@ -325,8 +330,9 @@ class Limits:
                 lo = lo.where(self.hi < self.num_keys - 1, self.num_keys)
             hi = self.hi.to(query.device).int()
             lo = None if lo is None else lo.to(query.device).int()
-            tiles = kvrag_kernels.ragged_plan(query, keys, hi, lo)
-            self.for_kernels[kind] = KernelLimits(hi, lo, tiles)
+            self.for_kernels[kind] = KernelLimits(
+                hi, lo, kvrag_kernels.ragged_plan(query, keys, hi, lo)
+            )
         return self.for_kernels[kind]
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from kvrag.errors import is_out_of_memory
 from kvrag.kv.buffers import pinned
 from kvrag.kv.pool import ALIGNED, KVPool, pool_share
 from kvrag.model.rows import KVBuffer, Rows
@@ -155,10 +156,11 @@ class Recordings:
         return kv
 
     def hold_for(self, weights: object) -> None:
-        """Drop all recordings unless they were made with weights of this digest."""
+        """Drop all recordings unless they were made with weights of this content and place."""
         if weights != self._weights:
             with self._model.lock:
                 self._made.clear()
+                self._functions.clear()
                 self._weights = weights
 
     def forward(self, whole: Portion) -> Found:
@@ -179,8 +181,8 @@ class Recordings:
             if piece.shift is not None
         ]
         recording = self._recording(shape, shifts)
-        inputs = pinned(inputs_of(shape, pieces, places, spare), self._model.device)
-        recording.inputs.copy_(inputs, non_blocking=True)
+        inputs = inputs_of(shape, pieces, places, spare)
+        recording.inputs.copy_(pinned(inputs, self._model.device), non_blocking=True)
         for shift, new in zip(recording.shifts, shifts, strict=True):
             for own, x in zip(shift.tensors(), new().tensors(), strict=True):
                 own.copy_(x)
@@ -204,16 +206,15 @@ class Recordings:
 
     def _recording(self, shape: Form, makes: Sequence[Callable[[], Any]]) -> _Recording:
         """Return the recording of a form, and keep it as the latest of the :data:`MOST` latest."""
-        known = self._made.pop(shape, None)
-        self._made[shape] = self._recorded(shape, makes) if known is None else known
+        known = self._made.pop(shape, None) or self._recorded(shape, makes)
+        self._made[shape] = known
         if len(self._made) > MOST:
             del self._made[next(iter(self._made))]
-        return self._made[shape]
+        return known
 
     def _recorded(self, shape: Form, makes: Sequence[Callable[[], Any]]) -> _Recording:
         """Record a form, with rows of no request and shifts by nothing."""
         shifts = [make() for make in makes]
-        stop = self.pool.num_slots + 1
         inputs = inputs_of(shape, (), (), self.pool.num_slots).to(self._model.device)
         kv = KVBuffer(self.pool.layers, start=0)
         kv.arrivals = self._events if shape.waits else ()
@@ -222,11 +223,10 @@ class Recordings:
 
         def compute() -> Found:
             ids, slots, positions, first = inputs
-            rows = Rows(slots, stop, positions, first, is_fixed=True)
             return self._model.launch(
                 Portion(
                     ids,
-                    rows,
+                    Rows(slots, self.pool.num_slots + 1, positions, first, is_fixed=True),
                     kv,
                     shape.logits,
                     shape.mass_rows,
@@ -247,32 +247,33 @@ class Recordings:
         with self._model.lock:
             if key not in self._functions:
                 inputs = [x.clone() for x in given]
-                self._functions[key] = (
-                    inputs,
-                    self._replay_of(partial(function, *inputs, **constants), key),
-                )
+                compute = partial(function, *inputs, **constants)
+                self._functions[key] = inputs, self._replay_of(compute, key)
             inputs, replay = self._functions[key]
             for own, x in zip(inputs, given, strict=True):
                 own.copy_(x)
             return replay().clone()
 
     def _replay_of(self, compute: Callable[[], Out], kind: tuple[Any, ...]) -> Callable[[], Out]:
-        """Record a function; if its kind can't be recorded, return it, which is then launched."""
-        if kind in self._refused:
-            return compute
+        """Record a function; if that fails, return it, which is then launched.
+
+        Its kind isn't tried again, unless memory was short.
+        """
         start = time.perf_counter()
         try:
-            return self._record(compute)
-        except RuntimeError as error:  # an operation can't be recorded, or memory is short
+            if kind not in self._refused:
+                return self._record(compute)
+        except RuntimeError as error:
             logger.warning(
                 "a forward of this model can't be recorded (%s); it is launched, kernel by kernel",
                 error,
             )
-            self._refused.add(kind)
-            self._overlaps &= kind[0] is not True
-            return compute
+            if not is_out_of_memory(error):
+                self._refused.add(kind)
+                self._overlaps &= kind[0] is not True
         finally:
             self.seconds += time.perf_counter() - start
+        return compute
 
 
 def pool_of(model: CausalLM) -> KVPool | None:
@@ -289,11 +290,12 @@ def pool_of(model: CausalLM) -> KVPool | None:
 
 def _is_recorded(model: CausalLM) -> bool:
     """Record a model's forwards from now on, if there is memory; return whether there is."""
+    torch.cuda.empty_cache()  # what torch keeps for itself counts as taken
     free, _ = torch.cuda.mem_get_info(model.device)
     num_slots = int(pool_share() * free) // model.kv_bytes_per_token // ALIGNED * ALIGNED
-    if num_slots < LEAST:
-        return False
     try:
+        if num_slots < LEAST:
+            raise RuntimeError(f"there is room for {num_slots:,} tokens")
         model.record(num_slots)
     except RuntimeError as error:
         logger.warning("no pool of KV can be allocated (%s)", error)

@@ -123,8 +123,7 @@ class _Recorder(Forward):
 
 def _repeats(given: Tensor, kept: Tensor) -> bool:
     """Whether the heads of one tensor are the heads of the other, each once or several times."""
-    groups = given.shape[1] // kept.shape[1]
-    return torch.equal(given, kept.repeat_interleave(groups, dim=1))
+    return torch.equal(given, kept.repeat_interleave(given.shape[1] // kept.shape[1], dim=1))
 
 
 def sample_positions(context: int) -> list[int]:

@@ -44,6 +44,13 @@ def own_cache_of_costs(monkeypatch, tmp_path):
     monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path / "cache"))
 
 
+@pytest.fixture
+def engine(engine_of):
+    made = engine_of()
+    made.precompute(CHUNKS)
+    return made
+
+
 def test_prices_count_every_pass():
     def rows(config: RepairConfig) -> float:
         return Price(IN_ROWS, config, 30).of(LAYOUT) - 160
@@ -137,15 +144,11 @@ def asked(engine, *order):
 
 def took(price, layout, factor=1.0):
     """Return stages as they are predicted, times a factor."""
-    return {
-        "repair" if layout.stale else "prefill": factor
-        * (price.of_forwards(layout) + bool(layout.stale) * 10)
-    }
+    ms = factor * (price.of_forwards(layout) + bool(layout.stale) * 10)
+    return {"repair" if layout.stale else "prefill": ms}
 
 
-def test_a_slow_tier_is_learned_at_once_and_tried_again(engine_of, monkeypatch):
-    engine = engine_of()
-    engine.precompute(CHUNKS)
+def test_a_slow_tier_is_learned_at_once_and_tried_again(engine, monkeypatch):
     monkeypatch.setattr("kvrag.blend.cost.measured", lambda _: replace(COSTS, row=2))
     engine._answering.costs.costs = replace(COSTS, row=2)
     model, price, whole = asked(engine, 0, 1, 2)
@@ -164,9 +167,7 @@ def test_a_slow_tier_is_learned_at_once_and_tried_again(engine_of, monkeypatch):
     assert again.cheapest(whole) == (whole, None)
 
 
-def test_what_earlier_requests_left_is_no_refusal(engine_of):
-    engine = engine_of()
-    engine.precompute(CHUNKS)
+def test_what_earlier_requests_left_is_no_refusal(engine):
     engine._answering.costs.costs = replace(COSTS, row=2)
     model, price, whole = asked(engine, 0, 1, 2)
     layout = whole.behind(whole.num_tokens - 9, whole.num_tokens - 9)
@@ -175,11 +176,9 @@ def test_what_earlier_requests_left_is_no_refusal(engine_of):
     assert model.costs == replace(COSTS, row=2)
 
 
-def test_a_request_that_waited_for_others_does_not_put_off_all_reuse(engine_of, monkeypatch):
+def test_a_request_that_waited_for_others_does_not_put_off_all_reuse(engine, monkeypatch):
     true = replace(COSTS, row=2)
     monkeypatch.setattr("kvrag.blend.cost.measured", lambda _: true)
-    engine = engine_of()
-    engine.precompute(CHUNKS)
     engine._answering.costs.costs = true
     reused = 0
     for _ in range(8):
@@ -190,9 +189,7 @@ def test_a_request_that_waited_for_others_does_not_put_off_all_reuse(engine_of, 
     assert reused == 8
 
 
-def test_a_price_that_is_about_right_stays(engine_of):
-    engine = engine_of()
-    engine.precompute(CHUNKS)
+def test_a_price_that_is_about_right_stays(engine):
     model = engine._answering.costs
     model.costs = costs = replace(COSTS, row=2)
     for factor in (0.6, 1.0, 1.9):
@@ -202,17 +199,23 @@ def test_a_price_that_is_about_right_stays(engine_of):
     assert not model._file.exists(), "nothing was learnt, so nothing is written"
 
 
+def test_copies_that_run_on_keep_their_price(engine, monkeypatch):
+    """A device copies while the host goes on: later stages wait for it."""
+    costs = engine._answering.costs.costs = replace(COSTS, each={**COSTS.each, "stitch": 5.0})
+    model, price, whole = asked(engine, 0, 1, 2)
+    monkeypatch.setattr(engine.loaded.lm, "device", torch.device("cuda"))
+    ms = took(price, whole)["repair"] + 5 * whole.num_reused
+    model.learn(price, whole, (), {"stitch": 1.0, "repair": ms})
+    assert model.costs is costs
+
+
 @pytest.mark.parametrize("wrong", [5.0, 0.2])
 @pytest.mark.parametrize("is_reused", [True, False])
-def test_prices_of_a_busy_moment_are_measured_again(
-    engine_of, monkeypatch, caplog, wrong, is_reused
-):
+def test_prices_of_a_busy_moment_are_measured_again(engine, monkeypatch, caplog, wrong, is_reused):
     """Forwards that were five times too slow, or too quick, when they were measured are right two requests later."""
     true = replace(COSTS, row=2)
     measurements = [true]
     monkeypatch.setattr("kvrag.blend.cost.measured", lambda _: measurements.pop())
-    engine = engine_of()
-    engine.precompute(CHUNKS)
     engine._answering.costs.costs = replace(true, forwards=((0.0,), (10 * wrong,)), row=2 * wrong)
     model, price, whole = asked(engine, 0, 1, 2)
     layout = whole if is_reused else whole.only_live()
@@ -229,13 +232,11 @@ def test_prices_of_a_busy_moment_are_measured_again(
     assert measurements == [], "measured once"
 
 
-def test_a_machine_that_is_never_as_measured_is_measured_ever_more_seldom(engine_of, monkeypatch):
+def test_a_machine_that_is_never_as_measured_is_measured_ever_more_seldom(engine, monkeypatch):
     count = []
     monkeypatch.setattr(
         "kvrag.blend.cost.measured", lambda _: (count.append(1), replace(COSTS, row=2))[1]
     )
-    engine = engine_of()
-    engine.precompute(CHUNKS)
     engine._answering.costs.costs = replace(COSTS, row=2)
     for _ in range(40):
         model, price, whole = asked(engine, 0, 1, 2)
@@ -243,9 +244,7 @@ def test_a_machine_that_is_never_as_measured_is_measured_ever_more_seldom(engine
     assert 3 <= len(count) <= 6
 
 
-def test_late_chunks_teach_how_slow_their_tier_is(engine_of):
-    engine = engine_of()
-    engine.precompute(CHUNKS)
+def test_late_chunks_teach_how_slow_their_tier_is(engine):
     engine._answering.costs.costs = COSTS
     model, price, _ = asked(engine, 0, 1)
     layout = LAYOUT.only_live()
@@ -253,11 +252,9 @@ def test_late_chunks_teach_how_slow_their_tier_is(engine_of):
     assert model.costs.of("host") > 5
 
 
-def test_requests_are_answered_as_the_costs_say(engine_of, monkeypatch):
+def test_requests_are_answered_as_the_costs_say(engine, monkeypatch):
     """Costs can be set: ``auto`` follows them, in every request and in ``explain``."""
     monkeypatch.setattr("kvrag.blend.cost.is_wrong", lambda *_: False)
-    engine = engine_of()
-    engine.precompute(CHUNKS)
     model, ask = engine._answering.costs, prompt(2, 0, 1)
     for each, kind, exactness in (
         (COSTS.each, "stitch", "repaired"),
@@ -272,9 +269,7 @@ def test_requests_are_answered_as_the_costs_say(engine_of, monkeypatch):
         assert told.notes == [] if kind == "stitch" else "estimated: reuse 1000." in told.notes[0]
 
 
-def test_only_auto_asks_for_prices(engine_of, monkeypatch):
-    engine = engine_of()
-    engine.precompute(CHUNKS)
+def test_only_auto_asks_for_prices(engine, monkeypatch):
     monkeypatch.setattr("kvrag.blend.cost.CostModel.known", raising(AssertionError))
     for mode in ("full", "prefix", "stitch"):
         assert engine.prefill(prompt(0, 1), mode=mode).logits.isfinite().all()

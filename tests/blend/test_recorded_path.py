@@ -60,10 +60,6 @@ def replaying_on(fake: FakeCuda):
     return record
 
 
-def replays(fake: FakeCuda) -> int:
-    return fake.counts["launch: replay"]
-
-
 def waits(fake: FakeCuda) -> list[str]:
     return [kind for kind, _ in fake.log if kind.startswith("wait") or kind.endswith("waits")]
 
@@ -132,7 +128,7 @@ def test_a_decode_step_of_eight_requests_is_one_replay(monkeypatch):
         abreast(lm, fake, extensions)
         fake.clear()
         abreast(lm, fake, extensions)
-    assert replays(fake) == 1
+    assert fake.counts["launch: replay"] == 1
     assert fake.num_launches <= 4, "the replay, and copies of what it gives"
     assert not waits(fake)
 
@@ -252,7 +248,7 @@ def test_on_a_device_replays_neither_wait_nor_copy(engine, monkeypatch):
         got = engine.prefill(PROMPT, mode="stitch")
     torch.testing.assert_close(got.logits, want.logits, **CLOSE)
     assert told(got) == told(want)
-    assert replays(fake) == 3 - (got.repaired_tokens == 0)
+    assert fake.counts["launch: replay"] == 3 - (got.repaired_tokens == 0)
     assert len(waits(fake)) <= 3
     assert any(shape.waits for shape in engine.loaded.lm.recorded._made)
 
@@ -282,8 +278,10 @@ def test_answers_by_recordings_are_those_of_requests_alone(engine):
 
     at_once(*(lambda n=number: ask(n) for number in range(len(prompts))))
     assert [got[number] for number in range(len(prompts))] == want
-    assert engine.stats()["pool"]["taken"] == 0
-    assert engine.stats()["pool"]["recordings"] == len(engine.loaded.lm.recorded._made) > 0
+    pool = engine.stats()["pool"]
+    assert pool["taken"] == 0
+    assert pool["recordings"] == len(engine.loaded.lm.recorded._made) > 0
+    assert pool["recording_ms"] > 0
 
 
 # -- slots ---------------------------------------------------------------------------------------------------------------
@@ -293,6 +291,17 @@ def test_answers_by_recordings_are_those_of_requests_alone(engine):
 def recorded(engine) -> KVRagEngine:
     engine.loaded.lm.record(FEW, record=replaying)
     return engine
+
+
+def test_weights_that_move_are_recorded_anew(recorded):
+    """Their digest stays, but a recording reads them where they were."""
+    lm, seconds = recorded.loaded.lm, []
+    for count in (0, 0, 1):
+        for weight in [*lm.model.parameters()][:count]:
+            weight.data = weight.data.clone()
+        recorded.prefill(PROMPT, mode="full")
+        seconds.append(lm.recorded.seconds)
+    assert 0 < seconds[0] == seconds[1] < seconds[2]
 
 
 @pytest.mark.parametrize("leave", ["close", "cancel", "drop"])

@@ -12,7 +12,7 @@ from texts import make_chunks
 
 from kvrag.model import CausalLM, lock
 from kvrag.model.forward import Forward, running
-from kvrag.model.lock import WAITED, ModelLock
+from kvrag.model.lock import WAITED, Clock, ModelLock
 from kvrag.model.rows import Rows
 from kvrag.testing.models import TINY
 
@@ -82,9 +82,8 @@ def eager(monkeypatch):
         serve_(self)
 
     def update(self, *args, **options):
-        for _ in range(
-            50
-        ):  # tiny models have done their layers before another thread gets the interpreter
+        # Tiny models have done their layers before another thread gets the interpreter.
+        for _ in range(50):
             if self._lock is not None and not self._lock.pending and not self._lock.is_stepping:
                 time.sleep(1e-4)
         return update_(self, *args, **options)
@@ -252,22 +251,34 @@ class TestModelTurns:
         assert steps == list(range(5))
         assert all(work.result() is None for work in works)
 
-    def test_what_is_spent_on_others_is_counted(self):
-        shared, slow = ModelLock(), 0.05
+    @pytest.mark.parametrize(
+        ("stage", "want"), [("repair", {"repair": 250, "wait": 500}), ("decode", {"decode": 750})]
+    )
+    def test_what_is_spent_on_others_is_counted(self, monkeypatch, stage, want):
+        """By who computes for them, and by who waits, though not in its answer."""
+        now, shared = [10.0], ModelLock()
+        monkeypatch.setattr(lock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
         def work(items):
-            time.sleep(slow)
+            now[0] += 0.25
             return items
 
+        def ask():
+            with clock.stage(stage):
+                return shared.step(1, work, limit=8)
+
+        clock = Clock()
         with ThreadPoolExecutor(1) as pool:
             before = WAITED.seconds
             with shared:
-                step = pool.submit(shared.step, 1, work, limit=8)
+                step = pool.submit(ask)
                 while not shared.pending:
                     time.sleep(0.001)
+                now[0] += 0.5
                 shared.give_way()
                 assert step.result(10) == 1
-        assert WAITED.seconds - before >= slow
+        assert WAITED.seconds - before == 0.25
+        assert clock.timings_ms == want
 
     @pytest.mark.parametrize(("num_prompts", "slice_s"), [(1, 0.2), (3, 0.6), (9, 1.0)])
     def test_a_forward_runs_longer_while_more_prompts_wait(self, monkeypatch, num_prompts, slice_s):
