@@ -311,7 +311,12 @@ def sleep_while_waiting() -> None:
     Else it spins for a second first, on a core that the other one computes with.
     """
     wait = SpinCondition.wait
-    SpinCondition.wait = lambda *given, **limit: time.sleep(NAP_S) or wait(*given, **limit)
+
+    def nap_and_wait(*given: Any, **limit: Any) -> None:
+        time.sleep(NAP_S)
+        wait(*given, **limit)
+
+    SpinCondition.wait = nap_and_wait
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:

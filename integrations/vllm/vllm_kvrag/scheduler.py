@@ -115,9 +115,8 @@ class SchedulerSide:
         is_exact = self._is_exact or is_behind_exact or about.only_exact is not None
         if asked.mode != "full" and is_exact:
             asked = replace(asked, mode="prefix")
-        ids = request.prompt_token_ids
         return self._planner.decide(
-            ids,
+            request.prompt_token_ids,
             asked,
             about,
             num_computed=num_computed,

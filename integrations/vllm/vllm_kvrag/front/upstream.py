@@ -52,8 +52,9 @@ class Upstream:
     ) -> None:
         self._fault = fault
         # vLLM closes idle connections after 5 s; the front must be first.
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
-        transport = httpx.AsyncHTTPTransport(uds=uds, limits=limits)
+        transport = httpx.AsyncHTTPTransport(
+            uds=uds, limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+        )
         self.client = httpx.AsyncClient(transport=transport, base_url=url, timeout=None)
 
     async def pass_on(self, request: Request, body: bytes, report: str | None = None) -> Response:
@@ -183,8 +184,9 @@ class Upstream:
             *events, left = (left + part).split(b"\n\n")
             for event in events:
                 if b'"choices":[]' in event.replace(b" ", b""):
-                    content = event.removeprefix(b"data: ")
-                    event = b"data: " + await self._with_record(content, report)
+                    event = b"data: " + await self._with_record(
+                        event.removeprefix(b"data: "), report
+                    )
                 yield event + b"\n\n"
         yield left
 
