@@ -123,7 +123,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "register_model_loader": None,
     },
     "vllm.distributed.device_communicators.shm_broadcast": {
-        "SpinCondition": type("SpinCondition", (), {})
+        "SpinCondition": type("SpinCondition", (), {"wait": lambda *_, **__: None})
     },
     "vllm.distributed.parallel_state": {"get_tp_group": None},
     "vllm.forward_context": {

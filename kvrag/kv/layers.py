@@ -356,10 +356,8 @@ def _stretches(
             stop += 1
         # A view of the bytes, whatever the tensors' dtypes and shapes.
         source = torch.empty(0, dtype=torch.uint8, device=memory.device)
-        yield (
-            place,
-            source.set_(memory, begin - memory.data_ptr(), (end - begin,)),  # type: ignore[call-overload]
-        )
+        start = begin - memory.data_ptr()
+        yield place, source.set_(memory, start, (end - begin,))  # type: ignore[call-overload]
         first = stop
 
 

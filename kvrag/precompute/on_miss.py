@@ -144,8 +144,13 @@ class WriteBack:
 
     def has_kv(self, namespace: str, text: str) -> bool:
         """Whether a text has KV behind any prefix and context."""
-        ids = self.loaded.encoder.chunk_ids(text)
-        identity = ChunkIdentity(self.loaded.fingerprint, namespace, "", ids, self.config.kv_dtype)
+        identity = ChunkIdentity(
+            self.loaded.fingerprint,
+            namespace,
+            "",
+            self.loaded.encoder.chunk_ids(text),
+            self.config.kv_dtype,
+        )
         return bool(self.store.catalog.variants(content_key(identity)))
 
     def _store(self, missed: Missed) -> Counter[str]:
