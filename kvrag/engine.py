@@ -445,10 +445,10 @@ class KVRagEngine(Library):
         items = asked.items()
         space = self.space_of(asked.namespace)
         loaded = self.loaded
+        text = self.text_of(asked.prefix)
         loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
         if self._gate.kv_dtype != "auto":
             self._gate.admit(loaded)
-        text = self.text_of(asked.prefix)
         self._prefix_texts.setdefault(space, {})[text] = None
         documents.replace(self.store, space, items, self.erasing, is_announced=asked.announced)
         return Precompute(
