@@ -117,12 +117,14 @@ def own_modes(function: Callable[P, T]) -> Callable[P, T]:
         import torch  # commands that need no model start without it
 
         with ExitStack() as stack:
-            stack.callback(end_team)
             for device in filter(torch.is_autocast_enabled, AUTOCASTING):
                 stack.enter_context(torch.autocast(device, enabled=False))
             if torch.get_default_device().type != "cpu":
                 stack.enter_context(torch.device("cpu"))
-            return function(*values, **options)
+            found = function(*values, **options)
+        # Not after an error: a child of a fork would wait for its parent's threads for good.
+        end_team()
+        return found
 
     return run
 

@@ -192,11 +192,18 @@ from kvrag.runtime import own_modes
 torch.set_num_threads(2)
 count = lambda: len(os.listdir("/proc/self/task"))
 alone = count()
-print(own_modes(lambda: (torch.ones(2**20) * 2, count()))()[1] - alone, count() - alone)
+print(own_modes(lambda: (torch.ones(2**20) * 2, count()))()[1] - alone, count() - alone, flush=True)
+torch.ones(2**20) * 2
+if not os.fork():
+    own_modes(lambda: 1 / 0)()
+os.wait()
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
 def test_who_has_computed_leaves_no_idle_threads():
+    """A child of a fork, whose team has no threads, gets its error at once."""
     command = [sys.executable, "-c", COUNTS_THREADS]
-    assert subprocess.check_output(command, text=True, timeout=120).split() == ["1", "0"]
+    done = subprocess.run(command, text=True, timeout=60, capture_output=True)
+    assert done.stdout.split() == ["1", "0"]
+    assert "ZeroDivisionError" in done.stderr
