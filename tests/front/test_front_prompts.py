@@ -45,7 +45,9 @@ def test_documents_of_the_field_kvrag_stand_before_the_question(client, engine, 
     documents = [{"text": chunks[3]}, {"text": "A text that nobody has stored."}]
     client.chat.completions.create(
         model="tiny",
-        messages=[{"role": "user", "content": [{"type": "text", "text": "Who?", "image_url": {}}]}],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "Who?", "image_url": None}]}
+        ],
         extra_body={"kvrag": {"documents": documents}},
     )
     parts = [Chunk(chunks[3]), "\n\n", Chunk(documents[1]["text"]), "\n\n", "Who?"]

@@ -170,8 +170,6 @@ def tokenised_chat(planner: StorePlanner, body: Body, options: Reuse, namespace:
         if options.documents or isinstance(error, UnreadableTextError):
             raise
         return {}  # images, or a message that only vLLM knows how to show
-    if options.documents:  # vLLM ignores ids beside a part that names media
-        messages = [{**each, "content": ""} for each in messages]
     return {"messages": messages, "kv_transfer_params": {**params, "prompt_token_ids": ids}}
 
 
