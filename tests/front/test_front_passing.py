@@ -1,5 +1,6 @@
 """What the front does not know passes unchanged, both ways, part by part."""
 
+import asyncio
 from contextlib import closing
 from http.client import HTTPConnection
 
@@ -114,6 +115,20 @@ def test_a_client_that_leaves_ends_vllms_work_and_is_recorded(http, fake, caplog
     until(lambda: "client_left" in caplog.text)
 
 
+def test_what_the_servers_end_cuts_off_is_not_refused(http, front, caplog, monkeypatch):
+    def cancelled(*_, **__):
+        raise asyncio.CancelledError
+
+    caplog.set_level("INFO", "kvrag_server")
+    with monkeypatch.context() as patched:
+        patched.setattr(front.state.upstream.client, "send", cancelled)
+        assert http.post("/v1/chat/completions", json=ASK).status_code == 503
+    until(lambda: 'status=503 code="draining" ended="broken_off"' in caplog.text)
+    counted = http.get("/metrics").text
+    assert 'kvrag_requests_cancelled_total{reason="broken_off"}' in counted
+    assert 'kvrag_request_rejected_total{reason="draining"}' not in counted
+
+
 def test_a_stream_is_never_held_and_ends_with_its_client(http, fake, caplog):
     caplog.set_level("DEBUG", "kvrag_server")
     with http.stream("GET", "/endless") as answer:
@@ -149,8 +164,11 @@ def test_without_vllm_requests_get_a_sentence(tiny_dir, tmp_path, engine):
         assert httpx.get(f"{url}/metrics").status_code == 200
 
 
-@pytest.mark.parametrize(("kind", "status"), [("text/event-stream", 200), ("text/json", 503)])
-def test_an_answer_that_vllm_breaks_off_ends_with_an_error(guarded, caplog, kind, status):
+@pytest.mark.parametrize(
+    ("kind", "status", "ended"),
+    [("text/event-stream", 200, "broken_off"), ("text/json", 503, "answered")],
+)
+def test_an_answer_that_vllm_breaks_off_ends_with_an_error(guarded, caplog, kind, status, ended):
     caplog.set_level("INFO", "kvrag_server")
     fake, http = guarded
 
@@ -167,7 +185,7 @@ def test_an_answer_that_vllm_breaks_off_ends_with_an_error(guarded, caplog, kind
     assert ('"content":"A"' in answer.text) == has_begun
     assert answer.text.endswith("}\n\ndata: [DONE]\n\n") == has_begun
     assert "engine_gone" in answer.text
-    until(lambda: 'status=503 code="engine_gone" ended="answered"' in caplog.text)
+    until(lambda: f'status=503 code="engine_gone" ended="{ended}"' in caplog.text)
 
 
 KEYS = {"sk-a": "acme", "sk-b": "beta"}

@@ -58,7 +58,7 @@ def test_documents_of_the_field_kvrag_stand_before_the_question(client, engine, 
 
 
 def test_tools_and_variables_are_rendered(client, engine, fake):
-    messages = [{"role": "user", "content": "Who?"}]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Who?", "image_url": None}]}]
     client.chat.completions.create(
         model="tiny",
         messages=messages,
@@ -66,6 +66,7 @@ def test_tools_and_variables_are_rendered(client, engine, fake):
         extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )
     assert fake.last["body"]["tools"] == [TOOL]
+    assert b"image_url" not in fake.last["content"]
     with engine.stream(messages, tools=[TOOL], max_new_tokens=1) as stream:
         list(stream)
     assert ids_of(fake.last) == stream.result.prompt_ids
@@ -136,7 +137,10 @@ def test_options_of_reuse_become_parameters(http, fake, asked, own):
         ({"n_predict": 5, "rep_pen": 1.2}, {"max_tokens": 5, "repetition_penalty": 1.2}),
         ({"stopping_strings": ["x"], "tfs": 1}, {"stop": ["x"]}),
         ({"think": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
-        ({"max_tokens": None, "best_of": 2}, {"max_tokens": None, "best_of": 2}),
+        ({"max_tokens": None, "n": 2, "best_of": 2}, {"max_tokens": None, "n": 2}),
+        ({"do_sample": False, "temperature": None}, {"temperature": 0}),
+        ({"do_sample": True, "dry_multiplier": 0, "dry_base": 2}, {"dry_base": 2}),
+        ({"think": True, "chat_template_kwargs": 3}, {"chat_template_kwargs": 3}),
     ],
 )
 def test_fields_of_other_servers_get_vllms_names(http, fake, given, sent):
@@ -156,6 +160,9 @@ def test_fields_of_other_servers_get_vllms_names(http, fake, given, sent):
         ({"kv_transfer_params": {"kvrag": {"mode": "full"}}}, "kv_transfer_params.kvrag"),
         ({"guided_json": {"type": "object"}}, "guided_json"),
         ({"mirostat": 2}, "mirostat"),
+        *[({name: 2}, name) for name in ("best_of", "dry_multiplier", "xtc_probability")],
+        ({"rep_pen_range": 9, "rep_pen": 1.2}, "rep_pen_range"),
+        ({"think": "false"}, "enable_thinking"),
         ({"max_tokens": 3, "n_predict": 4}, "n_predict"),
         ({"prompt": "Who?", "think": True}, "think"),
     ],

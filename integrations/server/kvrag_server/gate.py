@@ -70,7 +70,8 @@ class Gate:
             state["tenant"] = record.tenant = self._tenant(scope["path"], headers)
             await self._app(scope, self._limited(headers, receive), send_named)
         except (Exception, asyncio.CancelledError) as error:
-            if record.status:  # the response has begun; uvicorn closes the unfinished connection
+            if record.status or isinstance(error, asyncio.CancelledError):
+                # A response that has begun is closed by uvicorn; the server's end cancels others.
                 record.ended = "client_too_slow" if _is_too_slow(error) else "broken_off"
             if record.ended != "client_too_slow":
                 api_error = as_api_error(error)

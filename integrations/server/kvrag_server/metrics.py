@@ -19,7 +19,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 REFUSALS = (401, 413, 429, 503)
-"""Statuses of requests that are refused before any computation."""
+"""Statuses of requests that are refused, or that a vLLM behind this server does not answer."""
 
 
 class StoreCollector(Collector):
@@ -75,11 +75,11 @@ class Metrics:
         self._whole = histogram("e2e_request_latency", "From a request's arrival to its end.")
         self._responses = counter("requests", "Requests that have ended.", "endpoint", "code")
         self._refused = counter(
-            "request_rejected", "Requests that were not taken, by error code.", "reason"
+            "request_rejected", "Requests that got no answer, by error code.", "reason"
         )
         self._timeouts = counter("request_timeouts", "Answers that took too long.")
         self._left = counter(
-            "requests_cancelled", "Answers that their clients did not wait for.", "reason"
+            "requests_cancelled", "Answers that came to no end, by reason.", "reason"
         )
         self._tokens = counter(
             "prompt_tokens_by_source", "Tokens of prompts, by where their KV came from.", "source"
@@ -106,12 +106,12 @@ class Metrics:
     def count(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
         self._responses.labels(record.endpoint, record.status).inc()
-        if record.status in REFUSALS:
-            self._refused.labels(record.code).inc()
         if record.ended == "timeout":
             self._timeouts.inc()
         elif record.ended != "answered":
             self._left.labels(record.ended).inc()
+        elif record.status in REFUSALS:
+            self._refused.labels(record.code).inc()
         if record.queue_s is not None:
             self._whole.observe(time.perf_counter() - record.start_s)
         for result in record.results:

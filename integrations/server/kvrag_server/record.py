@@ -61,8 +61,19 @@ class RequestRecord:
                 "fallback_reason": _joined(result.fallback_reason for result in results) or None,
                 "stages_ms": {name: round(ms, 3) for name, ms in stages.items()},
             }
-        names = ("request_id", "tenant", "method", "endpoint", "status", "code", "ended", "model")
-        known = {name: getattr(self, name) for name in names} | {"stream": self.is_stream or None}
+        known = {
+            name: getattr(self, name)
+            for name in (
+                "request_id",
+                "tenant",
+                "method",
+                "endpoint",
+                "status",
+                "code",
+                "ended",
+                "model",
+            )
+        } | {"stream": self.is_stream or None}
         times = {
             "queue_ms": self.queue_s,
             "ttft_ms": self.ttft_s,
@@ -199,8 +210,10 @@ def _attributes(record: RequestRecord, operation: str | None) -> JsonObject:
     }
     if record.results:
         fields = record.fields()
-        told = (*SUMMED[1:], "exactness", "fallback_reason")
-        found |= {f"kvrag.{name}": fields.get(name) for name in told}
+        found |= {
+            f"kvrag.{name}": fields.get(name)
+            for name in (*SUMMED[1:], "exactness", "fallback_reason")
+        }
         found |= {
             "gen_ai.response.model": record.model,
             "gen_ai.response.finish_reasons": [result.finish_reason for result in record.results],

@@ -48,13 +48,15 @@ async def precompute(body: PrecomputeRequest, request: Request, model: str | Non
 async def explain(body: ExplainRequest, request: Request) -> JsonObject:
     """Explain which chunks of a prompt are known and have KV, and why other text has no KV."""
     check_window(body.kvrag)
-    prompt = documents.explained(body)
-    namespace = desk_of(request).namespace(request.state.tenant)
-    chat = chat_of(body.model_dump())
-    reuse = body.kvrag
-    explain = planner_of(request).explain
     return asdict(
-        await run_in_threadpool(explain, prompt, namespace, reuse.mode, reuse.config, chat)
+        await run_in_threadpool(
+            planner_of(request).explain,
+            documents.explained(body),
+            desk_of(request).namespace(request.state.tenant),
+            body.kvrag.mode,
+            body.kvrag.config,
+            chat_of(body.model_dump()),
+        )
     )
 
 

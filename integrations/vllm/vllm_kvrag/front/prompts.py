@@ -13,7 +13,7 @@ from kvrag import ConfigError, InputError
 from kvrag.adapters import ReuseOptions, StorePlanner, UnreadableTextError
 from kvrag_server.completions import chat_prompt, text_prompt
 from kvrag_server.errors import APIError, refusal
-from kvrag_server.fields import ALIASES, NEUTRAL, REMEDIES, understood
+from kvrag_server.fields import ALIASES, NEUTRAL, OF_PENALTY, REMEDIES, fault, understood
 from kvrag_server.schema import AnswerOptions, Completion, Messages, Reuse, without_nulls
 
 Body = dict[str, Any]
@@ -33,18 +33,28 @@ _NEEDS_TEXT = (
 )
 """Fields that need vLLM's own rendering or tokenisation of the prompt."""
 _VLLMS = (
+    *_NEEDS_TEXT,
     "add_special_tokens",
     "cache_salt",
-    "chat_template",
-    "documents",
-    "prompt_logprobs",
     "response_format",
     "skip_special_tokens",
     "structured_outputs",
-    "suffix",
-    "truncate_prompt_tokens",
 )
 """Fields that vLLM honours, and kvrag's server refuses."""
+_REFUSABLE = (
+    *REMEDIES,
+    *NEUTRAL,
+    *ALIASES,
+    *OF_PENALTY,
+    "ban_eos_token",
+    "best_of",
+    "dry_multiplier",
+    "dynatemp_range",
+    "enable_thinking",
+    "smoothing_factor",
+    "xtc_probability",
+)
+"""Fields that kvrag's server refuses where they ask for something, and vLLM would ignore."""
 _MESSAGES = TypeAdapter(Messages)
 
 
@@ -64,16 +74,25 @@ def renamed(body: Body, schema: type[Completion]) -> Body:
 
     Raises ``APIError`` for a field that kvrag's server refuses by name, and vLLM would ignore.
     """
-    foreign = body.keys() - {*REMEDIES, *NEUTRAL, *ALIASES, "enable_thinking"}
     try:
-        given = understood(body, {*schema.model_fields, *_VLLMS, *foreign}, is_foreign=True)
+        given = understood(
+            body,
+            {*schema.model_fields, *_VLLMS, *(body.keys() - _REFUSABLE)},
+            is_foreign=True,
+        )
+        thinks = given.pop("enable_thinking", None)
+        if thinks not in (None, True, False):
+            raise fault("invalid_value", "enable_thinking is true or false", "enable_thinking")
     except PydanticCustomError as error:
-        param = (error.context or {})["field"]
-        raise APIError(400, error.message(), error.type, param=param) from None
-    thinks = given.pop("enable_thinking", None)
+        raise APIError(
+            400, error.message(), error.type, param=(error.context or {})["field"]
+        ) from None
+    if body.get("do_sample") is False:
+        given.setdefault("temperature", 0)
     if thinks is not None:
-        own = object_of(body, "chat_template_kwargs")
-        given["chat_template_kwargs"] = {"enable_thinking": thinks, **own}
+        own = given.setdefault("chat_template_kwargs", {})
+        if isinstance(own, dict):  # else vLLM says why
+            own.setdefault("enable_thinking", thinks)
     # To vLLM, null is not always the default.
     return {**{name: value for name, value in body.items() if value is None}, **given}
 
@@ -101,8 +120,10 @@ def put_options(body: Body, namespace: str) -> AnswerOptions:
     try:
         options = AnswerOptions.model_validate({} if given is None else given)
     except ValidationError as error:
-        faults = [{**each, "loc": ("body", "kvrag", *each["loc"])} for each in error.errors()]
-        raise refusal(faults, {"kvrag": given}) from None
+        raise refusal(
+            [{**each, "loc": ("body", "kvrag", *each["loc"])} for each in error.errors()],
+            {"kvrag": given},
+        ) from None
     options.config  # noqa: B018 - raises
     check_window(options)
     params = object_of(body, "kv_transfer_params")
@@ -116,23 +137,33 @@ def put_options(body: Body, namespace: str) -> AnswerOptions:
     mode = options.mode
     if mode == "auto" and body.get("n") not in (None, 1):
         mode = "prefix"
-    own = {"mode": mode, "namespace": namespace, "repair": options.repair, "trace": options.trace}
-    body["kv_transfer_params"] = {**params, "kvrag": own}
+    body["kv_transfer_params"] = {
+        **params,
+        "kvrag": {
+            "mode": mode,
+            "namespace": namespace,
+            "repair": options.repair,
+            "trace": options.trace,
+        },
+    }
     return options
 
 
 def tokenised_chat(planner: StorePlanner, body: Body, options: Reuse, namespace: str) -> Body:
     """Render chat messages; vLLM takes the ids of a chat in ``kv_transfer_params``."""
     params = body["kv_transfer_params"]
-    has_ids = params.get("prompt_token_ids") is not None
-    answers = body.get("add_generation_prompt", True) or body.get("continue_final_message")
-    if has_ids or not answers or body.get("add_special_tokens"):
+    if (
+        not (body.get("add_generation_prompt", True) or body.get("continue_final_message"))
+        or params.get("prompt_token_ids")
+        or body.get("add_special_tokens")
+    ):
         return left_to_vllm(options)
     try:
         # vLLM renders parts that name an image, be it null, and places no documents.
         messages = without_nulls(body.get("messages"), 2)
-        prompt = chat_prompt(_MESSAGES.validate_python(messages), options)
-        ids = planner.plan(prompt, namespace, chat_of(body)).token_ids
+        ids = planner.plan(
+            chat_prompt(_MESSAGES.validate_python(messages), options), namespace, chat_of(body)
+        ).token_ids
     except ValidationError:
         return {}  # vLLM says why
     except (ConfigError, InputError) as error:
@@ -149,7 +180,7 @@ def tokenised_text(planner: StorePlanner, body: Body, options: Reuse, namespace:
     texts = [each for each in prompts if isinstance(each, str)]
     for each in (prompt, *prompts):
         planner.check_ids(each)
-    if not texts or len(texts) < len(prompts) or not body.get("add_special_tokens", True):
+    if not texts or texts != prompts or not body.get("add_special_tokens", True):
         return left_to_vllm(options)
     try:
         ids = [planner.plan(text_prompt(each, options), namespace).token_ids for each in texts]
@@ -164,7 +195,7 @@ def tokenised(
     tokenise: Tokenise, planner: StorePlanner, body: Body, options: Reuse, namespace: str
 ) -> Body:
     """Return a body with its prompt as ids, unless it asks for what ids can't give."""
-    if any([body.get(name) for name in _NEEDS_TEXT]):
+    if any(map(body.get, _NEEDS_TEXT)):
         return {**body, **left_to_vllm(options)}
     return {**body, **tokenise(planner, body, options, namespace)}
 
@@ -178,12 +209,11 @@ def chat_of(body: Body) -> Any:
     named: Body = {}
     if effort is not None:
         named = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    asked = ReuseOptions(
+    return ReuseOptions(
         tools=body.get("tools"),
         chat_template_kwargs=body.get("chat_template_kwargs"),
         continue_final_message=bool(body.get("continue_final_message")),
-    )
-    return asked.chat(named)
+    ).chat(named)
 
 
 def left_to_vllm(options: Reuse) -> Body:

@@ -139,14 +139,18 @@ class Upstream:
             (b"x-request-id", record.request_id.encode("latin-1")),
         ]
         target = request.scope["raw_path"] + b"?" + request.scope["query_string"]
-        url = self.client.base_url.copy_with(raw_path=target)
-        sent = self.client.build_request(request.method, url, headers=headers, content=body)
+        sent = self.client.build_request(
+            request.method,
+            self.client.base_url.copy_with(raw_path=target),
+            headers=headers,
+            content=body,
+        )
         try:
             with self._reached():
                 answer: httpx.Response = await unless_gone(
                     request, asyncio.create_task(self.client.send(sent, stream=True)), None
                 )
-        except (ClientDisconnect, asyncio.CancelledError):
+        except ClientDisconnect:
             record.ended = "client_left"
             raise
         return answer
@@ -172,10 +176,12 @@ class Upstream:
                 raise
             record.status = fault.status
             record.code = fault.code
+            record.ended = "broken_off"
             yield f"data: {json.dumps(fault.body)}\n\n".encode() + _DONE
+        else:
+            record.ended = "answered"
         finally:
             await answer.aclose()
-        record.ended = "answered"
 
     async def _recorded(self, parts: AsyncIterator[bytes], report: str) -> AsyncIterator[bytes]:
         """Yield a stream's events; the event with the usage gets the record."""
