@@ -62,7 +62,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_029,
+    "core": 155_028,
     "adapters": 6_362,
     "cli": 14_407,
     "evaluate": 7_041,
@@ -70,9 +70,9 @@ AREAS = {
     "langchain": 15_364,
     "llama_index": 11_657,
     "ray": 4_933,
-    "server": 18_636,
+    "server": 18_635,
     "shared": 3_189,
-    "vllm": 17_784,
+    "vllm": 17_763,
 }
 """Most syntax nodes of each area. The core answers requests and stores chunks: ``kvrag/`` without the rooms that are areas."""
 DEEP_NAMES = {"langchain": 6, "llama_index": 8, "ray": 5, "server": 18, "shared": 8, "vllm": 15}
