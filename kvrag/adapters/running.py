@@ -16,7 +16,7 @@ from kvrag.identity.model import LiveIdentity, describe, weights_digest
 from kvrag.identity.weights import keep_name
 from kvrag.model.forward import Attentions, Forward, StopForward
 from kvrag.model.lm import CausalLM, LoadedModel
-from kvrag.model.load import LOADED, keep_freed_memory, origin_of
+from kvrag.model.load import LOADED, origin_of
 from kvrag.model.plain import auto_class, regime_limit
 from kvrag.model.rope import NO_ROTATION, MakeTables, RotaryTables, Rotation, complex_product
 from kvrag.model.rows import EVERYTHING, LayerShape, Reach
@@ -192,7 +192,6 @@ def load_made(
         like: Any = auto_class(config).from_config(config, dtype=lm.dtype)
     tokenizer = source.load_tokenizer()
     weights = (origin_of(source, like) if is_stored else None) or weights_digest(held)
-    keep_freed_memory(lm.device.type)
     lm.model.held = held  # a change of its weights is noticed
     found = describe(like, tokenizer, weights)
     if found.quantisation:  # the engine's products round otherwise than transformers' do

@@ -90,7 +90,7 @@ def _load(source: ModelSource, make_encoder: Callable[[Any, Any], Any] | None) -
     is_given = isinstance(source.model, PreTrainedModel)
     model, tokenizer = _load_parts(source)
     lm = accept(model)
-    keep_freed_memory(lm.device.type)
+    _keep_freed_memory(lm.device.type)
     # Identified after a first forward, in which quantised layers may repack their weights and
     # adapters unmerge.
     with Progress(f"identifying the weights of {_label(source)}"):
@@ -156,7 +156,7 @@ def _load_weights(source: ModelSource) -> PreTrainedModel:
 
 
 @cache
-def keep_freed_memory(device: str) -> None:
+def _keep_freed_memory(device: str) -> None:
     """Make glibc keep freed memory for the next forward on a CPU.
 
     Page faults of fresh memory are a visible part of a prefill on a CPU. A server returns what is
